@@ -1,0 +1,77 @@
+"""`loopback`: the ranks are threads of one process, and a message is a copy handed over through a queue.
+
+For tests, and for the CI of people who use dcpcomm: every promise of a merge can be tried without a second process.
+"""
+
+from __future__ import annotations
+
+import queue
+import time
+from typing import ClassVar
+
+import torch
+
+from dcpcomm.errors import TransportTimeout
+from dcpcomm.topology import Facts
+from dcpcomm.transport import Capabilities, MergeTransport, Verdict
+
+__all__ = ["Loopback"]
+
+
+class Loopback(MergeTransport):
+    """All-to-all between threads. The group must come from `dcpcomm.testing.LoopbackWorld`."""
+
+    name: ClassVar[str] = "loopback"
+    capabilities: ClassVar[Capabilities] = Capabilities(devices=("cpu",), ragged=True)
+
+    @classmethod
+    def check(cls, facts: Facts) -> Verdict:
+        if facts.place != "loopback":
+            return Verdict(
+                False,
+                "the ranks are processes, not threads of one process",
+                "build the group with dcpcomm.testing.LoopbackWorld",
+            )
+        return Verdict(True)
+
+    def prepare(self) -> bytes:
+        self._peers = [(self.group.rank + step) % self.group.size for step in range(1, self.group.size)]
+        self._unread = dict.fromkeys(range(self.shape.channels), 0)
+        return b""
+
+    def connect(self, peers: list[bytes]) -> None:
+        self._mail = self.group.loopback.world.mail(f"{self.group.prefix}/{self.group.generation}")
+
+    def exchange(self, send: torch.Tensor, channel: int, recv: torch.Tensor | None = None) -> torch.Tensor:
+        assert recv is not None
+        started = time.monotonic()
+        self._post(send, channel)
+        recv[self.group.rank].copy_(send[self.group.rank])
+        for source in self._peers:
+            for _ in range(self._unread[channel]):
+                self._take(source, channel, started)
+            message = self._take(source, channel, started)
+            room = recv.as_strided((recv.stride(0),), (1,), recv.storage_offset() + source * recv.stride(0))
+            room[: message.numel()].copy_(message)
+        self._unread[channel] = 0
+        return recv
+
+    def cancel(self, send: torch.Tensor, channel: int) -> None:
+        self._post(send, channel)
+        self._unread[channel] += 1
+
+    def close(self) -> None:
+        self._mail = None
+
+    def _post(self, send: torch.Tensor, channel: int) -> None:
+        for peer in self._peers:
+            self._mail[channel, self.group.rank, peer].put(send[peer].flatten().clone())
+
+    def _take(self, source: int, channel: int, started: float) -> torch.Tensor:
+        limit = self.group.exchange_timeout_s
+        try:
+            return self._mail[channel, source, self.group.rank].get(  # type: ignore[no-any-return]
+                timeout=None if limit is None else max(0.001, limit - (time.monotonic() - started))
+            )
+        except queue.Empty:
+            raise TransportTimeout(f"rank {source} did not arrive within {limit:g} s", (source,)) from None

@@ -1,0 +1,251 @@
+"""One channel: its buffers, its ordered stream of calls, and what became of them.
+
+Every call of a channel has an ordinal, and every message carries it in a header with the call's tag and B. Ranks whose
+headers differ never merge: they raise `CallMismatch`, and the channel carries no call until `DCPMerger.reset()`. A
+rank whose call raised before it sent sends a header alone, so that its peers raise with its reason and all stay in
+step.
+"""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import torch
+
+from dcpcomm.combine.torch_engine import combine, pack
+from dcpcomm.combine.wire import KIND_CANCELLED, Header, WireViews, row_bytes
+from dcpcomm.errors import CallMismatch, DCPCommError, TransportTimeout
+from dcpcomm.group import Group
+from dcpcomm.transport import MergeShape, MergeTransport
+from dcpcomm.watchdog import Watchdog
+from dcpcomm.workspace import block_capacity
+
+__all__ = ["Channel"]
+
+_VIEWS_KEPT = 1024
+
+
+class Channel:
+    """Calls of one channel, over one connected transport.
+
+    Args:
+        transport: None in a group of one rank.
+        send, recv: uint8, this channel's regions of the merger's workspace; None where the transport needs none.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        group: Group,
+        shape: MergeShape,
+        transport: MergeTransport | None,
+        watchdog: Watchdog,
+        send: torch.Tensor | None,
+        recv: torch.Tensor | None,
+    ) -> None:
+        self.index = index
+        self.broken: DCPCommError | None = None
+        self._group, self._shape, self._transport, self._watchdog = group, shape, transport, watchdog
+        self._send, self._recv = send, recv
+        self._capacity = block_capacity(shape, group.size)
+        self._ordinal = 0
+        self._busy = threading.Lock()
+        self._views: dict[tuple[int, int], tuple[WireViews, WireViews]] = {}
+
+    def enter(self) -> int:
+        """Begin a call; its ordinal. `leave` must follow.
+
+        Raises:
+            DCPCommError: another thread is inside a call of this channel, or an earlier call broke it.
+        """
+        if not self._busy.acquire(blocking=False):
+            raise DCPCommError(
+                f"rank {self._group.rank}: channel {self.index} is inside a call of another thread; a "
+                "channel is one ordered "
+                "stream of calls: use one channel per micro-batch in flight (MergeShape.channels)"
+            )
+        if self.broken is not None:
+            self._busy.release()
+            raise self.refusal(self.broken)
+        ordinal, self._ordinal = self._ordinal, self._ordinal + 1
+        return ordinal
+
+    def refusal(self, broken: DCPCommError) -> DCPCommError:
+        """What a broken channel raises: the error that broke it, and how to go on."""
+        message = (
+            f"rank {self._group.rank}: channel {self.index} carries no call until reset() on all ranks, because of an "
+            f"earlier error: {broken}"
+        )
+        if isinstance(broken, TransportTimeout):
+            return TransportTimeout(message, broken.ranks)
+        return type(broken)(message)
+
+    def leave(self) -> None:
+        """End the call that `enter` began."""
+        self._busy.release()
+
+    def cancel(self, ordinal: int, error: Exception) -> None:
+        """This rank's call raised before it sent: let the peers raise too instead of waiting."""
+        if self._transport is None:
+            return
+        self._group.control.note(f"cancel/{self.index}/{ordinal}", f"{type(error).__name__}: {error}")
+        if not self._transport.capabilities.ragged or self._send is None:
+            return  # they find the note when their deadline passes
+        header = Header(ordinal=ordinal, tag=0, tokens=0, chunk=0, width=0, kind=KIND_CANCELLED)
+        views = self._buffers(0, self._shape.head_dim)[0]
+        views.words[:] = header.words()
+        try:
+            self._transport.cancel(views.blocks, self.index)
+        except Exception as second:
+            self._break(DCPCommError(f"telling the peers about {error} failed: {second}"))
+
+    def merge(
+        self, partial_out: torch.Tensor, lse: torch.Tensor, header: Header, want_lse: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Exchange and combine one chunk.
+
+        Args:
+            partial_out: `[N, t, h, D]`, destination first, any strides.
+            lse: `[N, t, h]` float32, -inf where the row is empty here.
+
+        Returns:
+            out `[t, h, D]`, freshly allocated, and the LSE `[t, h]` float32 or None.
+
+        Raises:
+            CallMismatch: a peer is in another call, or raised instead of sending.
+            TransportTimeout: a peer did not arrive.
+        """
+        n, t, h, d = partial_out.shape
+        base, dtype = self._shape.lse_base, self._shape.dtype
+        if self._transport is None:
+            out, out_lse = combine(partial_out.reshape(1, t * h, d), lse.reshape(1, t * h), base, dtype, want_lse)
+            return out.view(t, h, d), out_lse.view(t, h) if out_lse is not None else None
+
+        self._watchdog.begin(self.index, header)
+        try:
+            if self._transport.fused_merge is not None:
+                return self._fused(partial_out, lse)
+            if self._transport.capabilities.layout == "view":
+                rows, lses = self._transport.exchange((partial_out.transpose(0, 1), lse.transpose(0, 1)), self.index)
+                payload, lse = (
+                    rows.transpose(0, 1).reshape(n, t * h, d),
+                    lses.transpose(0, 1).reshape(n, t * h),
+                )
+            else:
+                payload, lse = self._exchange_packed(partial_out, lse, header)
+            out, out_lse = combine(payload, lse, base, dtype, want_lse)
+        except TransportTimeout as error:
+            raise self._break(self._timed_out(error, header)) from error
+        except CallMismatch:
+            raise
+        except Exception as error:
+            raise self._break(
+                DCPCommError(
+                    f"rank {self._group.rank}: transport {self._transport.name!r} raised in {header} on "
+                    f"channel {self.index}: "
+                    f"{type(error).__name__}: {error}"
+                )
+            ) from error
+        except BaseException as error:  # an interrupt in mid-exchange: half of the messages may be under way
+            self._break(DCPCommError(f"{type(error).__name__} interrupted {header}"))
+            raise
+        finally:
+            self._watchdog.end(self.index, header)
+        return out.view(t, h, d), out_lse.view(t, h) if out_lse is not None else None
+
+    def _exchange_packed(
+        self, partial_out: torch.Tensor, lse: torch.Tensor, header: Header
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        assert self._transport is not None
+        _, t, h, _ = partial_out.shape
+        send, recv = self._buffers(t * h, header.width)
+        pack(send, partial_out, lse)
+        words = np.array(header.words(), dtype=np.int64)
+        send.words[:] = words
+        arrived = self._transport.exchange(send.blocks, self.index, recv=recv.blocks)
+        if arrived is not recv.blocks:
+            recv = WireViews(arrived, header.width, self._shape.dtype)
+        if not (recv.words == words).all():
+            self._refuse(recv.words, header)
+        return recv.payload, recv.lse
+
+    def _fused(self, partial_out: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Hand the chunk, as `[B, H, D]`, to a transport that merges by itself."""
+        assert self._transport is not None
+        if self._shape.scatter == "heads":
+            whole, whole_lse = partial_out.transpose(0, 1).flatten(1, 2), lse.transpose(0, 1).flatten(1, 2)
+        elif self._shape.scatter == "tokens":
+            whole, whole_lse = partial_out.flatten(0, 1), lse.flatten(0, 1)
+        else:
+            whole, whole_lse = partial_out[0], lse[0]
+        out, out_lse = self._transport.fused_merge(whole, whole_lse, self.index)
+        return out, out_lse
+
+    def _buffers(self, rows: int, width: int) -> tuple[WireViews, WireViews]:
+        """Views of the send and receive regions for `rows` rows of `width` per destination."""
+        found = self._views.get((rows, width))
+        if found is not None:
+            return found
+        assert self._send is not None
+        assert self._recv is not None
+        assert self._transport is not None
+        n, w = self._group.size, row_bytes(width, self._shape.dtype.itemsize)
+        compact = (1 + rows) * w
+        stride = self._capacity if self._transport.capabilities.ragged else compact
+        with torch.inference_mode(False):
+            send = self._send.as_strided((n, 1 + rows, w), (compact, w, 1))
+            recv = self._recv.as_strided((n, 1 + rows, w), (stride, w, 1))
+            views = WireViews(send, width, self._shape.dtype), WireViews(recv, width, self._shape.dtype)
+        if len(self._views) >= _VIEWS_KEPT:
+            self._views.clear()
+        self._views[rows, width] = views
+        return views
+
+    def _refuse(self, words: np.ndarray, mine: Header) -> None:
+        """Raise for headers that aren't this rank's; break the channel unless the peers merely called this very call
+        off.
+        """
+        rank = self._group.rank
+        cancelled: list[str] = []
+        other: list[str] = []
+        for source in range(self._group.size):
+            theirs = Header.from_words(words[source])
+            if theirs == mine:
+                continue
+            if theirs.kind == KIND_CANCELLED:
+                reason = self._group.control.read_note(source, f"cancel/{self.index}/{theirs.ordinal}")
+                said = (
+                    f"rank {source} raised in call {theirs.ordinal} instead of sending its rows: "
+                    f"{reason or 'reason not known'}"
+                )
+                (cancelled if theirs.ordinal == mine.ordinal else other).append(said)
+            else:
+                other.append(f"rank {source} came with {theirs}")
+        if other:
+            raise self._break(
+                CallMismatch(
+                    f"rank {rank}: ranks met in different calls on channel {self.index}: rank {rank} came with {mine}; "
+                    f"{'; '.join(other + cancelled)}. Nothing was merged. Did a rank skip a merge, or was "
+                    "B different there?"
+                )
+            )
+        raise CallMismatch(
+            f"rank {rank}: {mine} on channel {self.index} was called off: {'; '.join(cancelled)}. Nothing "
+            "was merged; the next "
+            "call may follow"
+        )
+
+    def _timed_out(self, error: TransportTimeout, call: Header) -> TransportTimeout:
+        words = self._watchdog.last_words(error.ranks)
+        self._group.control.note("raised", f"raised in {call} on channel {self.index}: {error}")
+        return TransportTimeout(
+            f"rank {self._group.rank}: {call} on channel {self.index} over "
+            f"{self._transport and self._transport.name!r}: {error}. "
+            f"Last heard: {words}",
+            error.ranks,
+        )
+
+    def _break(self, error: DCPCommError) -> DCPCommError:
+        self.broken = error
+        return error

@@ -1,0 +1,93 @@
+"""The command line: `dcpcomm COMMAND`, and `python -m dcpcomm COMMAND`.
+
+One file per command, imported when that command runs: `dcpcomm list --help` must not wait for torch, and a
+command that can't be imported must not take the others along.
+
+Exit status: 0 fine, 1 a check failed, 2 wrong usage (a wrong configuration is one).
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from typing import Any
+
+import typer
+from typer.core import TyperGroup
+
+from dcpcomm.errors import ConfigError, DCPCommError
+
+__all__ = ["COMMANDS", "app", "main"]
+
+#: Command -> where it lives, and its line in `dcpcomm --help`. A function is one command, a Typer a group.
+COMMANDS = {
+    "demo": ("dcpcomm.cli.demo:demo", "Decode with a small model across local processes."),
+    "list": (
+        "dcpcomm.cli.list:list_transports",
+        "Registered transports, where each came from, installed or not.",
+    ),
+    "config": ("dcpcomm.cli.config:app", "Check a configuration file, or print the schema."),
+}
+
+
+class _LazyGroup(TyperGroup):
+    """Knows the commands by name, and imports the one that runs."""
+
+    _listing = False
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.commands = {name: _command(name, _placeholder) for name in COMMANDS}
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        if self._listing or cmd_name not in COMMANDS:
+            return self.commands.get(cmd_name)
+        module, _, attribute = COMMANDS[cmd_name][0].partition(":")
+        return _command(cmd_name, getattr(importlib.import_module(module), attribute))
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        self._listing = True  # the help of the group needs one line of each command, which COMMANDS has
+        try:
+            super().format_help(ctx, formatter)
+        finally:
+            self._listing = False
+
+
+def _command(name: str, what: Any) -> Any:
+    group = what if isinstance(what, typer.Typer) else typer.Typer(add_completion=False)
+    if group is not what:
+        group.command(name, help=COMMANDS[name][1] if what is _placeholder else None)(what)
+    command = typer.main.get_command(group)
+    command.name = name
+    return command
+
+
+def _placeholder() -> None:
+    pass
+
+
+app = typer.Typer(
+    cls=_LazyGroup,
+    help="Merge decode-context-parallel attention partials across GPUs, over any transport.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+@app.callback()
+def _dcpcomm() -> None:
+    # Without a callback Typer would take a group of one command for that command.
+    pass
+
+
+def main() -> None:
+    """Run the command in `sys.argv`, and exit with its status."""
+    try:
+        app(prog_name="dcpcomm")
+    except DCPCommError as error:
+        if os.environ.get("DCPCOMM_LOG", "").lower() == "debug":
+            raise
+        print(f"dcpcomm: {error}", file=sys.stderr)
+        sys.exit(2 if isinstance(error, ConfigError) else 1)

@@ -1,0 +1,103 @@
+"""What travels: one block per destination, a header row and then one row per (token, head), its LSE in the row.
+
+    block      = [1 + R, W] bytes;  R = rows per destination
+    row        = D x itemsize bytes of payload, padded to 16, then 16 bytes that begin with the LSE as float32
+    header row = ordinal int64 | tag int32 | B int32 | chunk int32 | width int32 | kind int64   (32 bytes; W >= 32)
+
+The size of a block follows from (B, shape) alone, never from a rank's layout, LSE dtype or counts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+__all__ = [
+    "HEADER_WORDS",
+    "KIND_CANCELLED",
+    "KIND_ROWS",
+    "Header",
+    "WireViews",
+    "block_bytes",
+    "payload_bytes",
+    "row_bytes",
+]
+
+HEADER_WORDS = 4
+KIND_ROWS = 0
+KIND_CANCELLED = 1
+_LOW = 0xFFFFFFFF
+
+
+def payload_bytes(width: int, itemsize: int) -> int:
+    """Bytes of a row before its LSE."""
+    return -(-width * itemsize // 16) * 16
+
+
+def row_bytes(width: int, itemsize: int) -> int:
+    """W: bytes of one row on the wire."""
+    return payload_bytes(width, itemsize) + 16
+
+
+def block_bytes(rows: int, width: int, itemsize: int) -> int:
+    """Bytes that one rank sends to one other in one exchange of `rows` rows."""
+    return (1 + rows) * row_bytes(width, itemsize)
+
+
+@dataclass(frozen=True)
+class Header:
+    """Which call a block belongs to. Two ranks may merge each other's rows only where their headers are equal."""
+
+    ordinal: int
+    tag: int
+    tokens: int
+    chunk: int
+    width: int
+    kind: int = KIND_ROWS
+
+    def words(self) -> tuple[int, int, int, int]:
+        return (
+            self.ordinal,
+            (self.tag & _LOW) | self.tokens << 32,
+            (self.chunk & _LOW) | self.width << 32,
+            self.kind,
+        )
+
+    @classmethod
+    def from_words(cls, words: np.ndarray) -> Header:
+        ordinal, tag_tokens, chunk_width, kind = (int(w) for w in words)
+        tag = tag_tokens & _LOW
+        return cls(
+            ordinal=ordinal,
+            tag=tag - (1 << 32) if tag >> 31 else tag,
+            tokens=tag_tokens >> 32,
+            chunk=chunk_width & _LOW,
+            width=chunk_width >> 32,
+            kind=kind,
+        )
+
+    def __str__(self) -> str:
+        chunk = f", chunk {self.chunk}" if self.chunk else ""
+        return f"call {self.ordinal}, tag {self.tag}, B={self.tokens}, width {self.width}{chunk}"
+
+
+class WireViews:
+    """A wire buffer `[N, 1 + R, W]` uint8 seen as what it holds.
+
+    Attributes:
+        blocks: the buffer itself.
+        payload: `[N, R, D]` in the partials' dtype.
+        lse: `[N, R]` float32.
+        words: `[N, 4]` int64, the headers, as a numpy view (CPU).
+    """
+
+    __slots__ = ("blocks", "lse", "payload", "words")
+
+    def __init__(self, blocks: torch.Tensor, width: int, dtype: torch.dtype) -> None:
+        lse_at = payload_bytes(width, dtype.itemsize)
+        self.blocks = blocks
+        self.payload = blocks[:, 1:, : width * dtype.itemsize].view(dtype)
+        self.lse = blocks[:, 1:, lse_at : lse_at + 4].view(torch.float32).squeeze(-1)
+        self.words: np.ndarray = blocks[:, 0, : 8 * HEADER_WORDS].view(torch.int64).numpy()

@@ -1,0 +1,285 @@
+"""Run a function on N ranks: local processes started here, or the ranks that torchrun already started.
+
+`LocalRanks` keeps its processes between calls, because starting one costs seconds (importing torch). The store that
+the ranks meet at lives in the parent, so that any rank, rank 0 included, may die without taking the others' meeting
+place along.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib
+import importlib.util
+import multiprocessing
+import operator
+import os
+import pickle
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dcpcomm.errors import DCPCommError
+
+__all__ = ["LocalRanks", "RankFailed", "emit", "run_on_ranks", "under_torchrun"]
+
+_event_sink: Callable[[Any], None] | None = None
+
+
+class RankFailed(DCPCommError):
+    """A function raised on a rank, the rank's process died, or it did not answer in time. `ranks` says which."""
+
+    def __init__(self, message: str, ranks: tuple[int, ...], cause: BaseException | None = None) -> None:
+        super().__init__(message)
+        self.ranks = ranks
+        self.cause = cause
+
+
+def emit(event: Any) -> None:
+    """From inside a running function: hand `event` to the `on_event` callback of whoever started it."""
+    if _event_sink is not None:
+        _event_sink(event)
+
+
+class LocalRanks:
+    """N processes on this machine, each one rank of a torch.distributed Gloo group.
+
+    Args:
+        size: number of ranks.
+        start_timeout_s: for all processes to have started and met.
+    """
+
+    def __init__(self, size: int, *, start_timeout_s: float = 120.0) -> None:
+        self.size = size
+        self._processes: list[Any] = []
+        self._pipes: list[Connection] = []
+        self._store = dist.TCPStore(
+            "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=start_timeout_s)
+        )
+        context = multiprocessing.get_context("spawn")
+        for rank in range(size):
+            ours, theirs = context.Pipe()
+            process = context.Process(
+                target=_serve,
+                args=(theirs, rank, size, self._store.port, os.getpid()),
+                daemon=True,
+                name=f"rank {rank}",
+            )
+            with _no_main_reimport():
+                process.start()
+            theirs.close()
+            self._processes.append(process)
+            self._pipes.append(ours)
+        try:
+            self._collect(time.monotonic() + start_timeout_s, None, "starting")
+        except BaseException:
+            self.close()
+            raise
+
+    def run(
+        self,
+        fn: Callable[..., Any],
+        *args: Any,
+        timeout_s: float = 60.0,
+        on_event: Callable[[int, Any], None] | None = None,
+    ) -> list[Any]:
+        """`fn(*args)` on every rank at once; the results by rank. `fn` must be importable by name.
+
+        Raises:
+            RankFailed: a rank raised, died, or did not answer within `timeout_s`. After the latter two the processes
+                are gone.
+        """
+        call = pickle.dumps((_address(fn), args))
+        for pipe in self._pipes:
+            pipe.send_bytes(call)
+        return self._collect(time.monotonic() + timeout_s, on_event, getattr(fn, "__qualname__", repr(fn)))
+
+    def _collect(self, deadline: float, on_event: Callable[[int, Any], None] | None, what: str) -> list[Any]:
+        results: dict[int, Any] = {}
+        errors: dict[int, tuple[BaseException | None, str]] = {}
+        waiting = dict(enumerate(self._pipes))
+        while waiting:
+            ready = wait(list(waiting.values()), timeout=max(0.0, deadline - time.monotonic()))
+            if not ready:
+                self.close()
+                raise RankFailed(f"{what}: rank {_listed(waiting)} did not answer in time", tuple(waiting))
+            for rank, pipe in [(r, p) for r, p in waiting.items() if p in ready]:
+                try:
+                    kind, value = pickle.loads(pipe.recv_bytes())
+                except EOFError:
+                    self._processes[rank].join(5)
+                    code = self._processes[rank].exitcode
+                    self.close()
+                    raise RankFailed(f"{what}: the process of rank {rank} ended with status {code}", (rank,)) from None
+                if kind == "event":
+                    if on_event is not None:
+                        on_event(rank, value)
+                    continue
+                del waiting[rank]
+                if kind == "result":
+                    results[rank] = value
+                else:
+                    errors[rank] = value
+        if errors:
+            rank, (cause, trace) = min(errors.items())
+            raise RankFailed(f"{what}: rank {_listed(errors)} raised; rank {rank}:\n{trace}", tuple(errors), cause)
+        return [results[rank] for rank in range(self.size)]
+
+    def close(self) -> None:
+        """End the processes. Safe twice."""
+        for pipe in self._pipes:
+            with contextlib.suppress(OSError):
+                pipe.close()
+        deadline = time.monotonic() + 5
+        for process in self._processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+            if process.is_alive():
+                process.kill()
+                process.join()
+        self._pipes, self._processes = [], []
+
+    @property
+    def alive(self) -> bool:
+        return bool(self._processes) and all(p.is_alive() for p in self._processes)
+
+    def __enter__(self) -> LocalRanks:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def under_torchrun() -> bool:
+    """Whether this process is a rank that torchrun (or another launcher with its variables) started."""
+    return {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()
+
+
+def run_on_ranks(
+    fn: Callable[..., Any],
+    size: int,
+    *args: Any,
+    timeout_s: float = 600.0,
+    on_event: Callable[[int, Any], None] | None = None,
+) -> list[Any] | None:
+    """`fn(*args)` on every rank: those of torchrun where it started us (`size` is then theirs), else `size` new
+    processes.
+
+    Returns:
+        the results by rank; under torchrun only on rank 0, and None on the others.
+    """
+    if not under_torchrun():
+        with LocalRanks(size) as ranks:
+            return ranks.run(fn, *args, timeout_s=timeout_s, on_event=on_event)
+    global _event_sink
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    if on_event is not None:
+        callback = on_event
+        _event_sink = lambda event: callback(rank, event)  # noqa: E731
+    try:
+        gathered: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(gathered, fn(*args))
+    finally:
+        _event_sink = None
+    dist.destroy_process_group()
+    return gathered if rank == 0 else None
+
+
+def _serve(pipe: Connection, rank: int, size: int, port: int, parent: int) -> None:
+    """The life of one rank's process: meet the others, then run what comes through the pipe until it closes."""
+    global _event_sink
+    _die_with(parent)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+    dist.init_process_group("gloo", store=dist.PrefixStore("world", store), rank=rank, world_size=size)
+
+    def send(kind: str, value: Any) -> None:
+        pipe.send_bytes(pickle.dumps((kind, value)))
+
+    _event_sink = lambda event: send("event", event)  # noqa: E731
+    send("result", None)
+    while True:
+        try:
+            call = pipe.recv_bytes()
+        except (EOFError, OSError):
+            break
+        try:
+            (module, name), args = pickle.loads(call)
+            send("result", _found(module, name)(*args))
+        except BaseException as error:
+            send("error", (_picklable(error), traceback.format_exc()))
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _address(fn: Callable[..., Any]) -> tuple[str, str]:
+    """Module and name by which a rank's process finds `fn`: a module run by `python -m` has its real name there."""
+    module, name = fn.__module__, fn.__qualname__
+    if module == "__main__":
+        main = sys.modules["__main__"]
+        module = (
+            main.__spec__.name if main.__spec__ is not None else os.path.abspath(getattr(main, "__file__", "<stdin>"))
+        )
+    if "<" in module + name:
+        raise ValueError(f"{module}:{name} can't be imported by a rank's process; define it at the top level of a file")
+    return module, name
+
+
+def _found(module: str, name: str) -> Callable[..., Any]:
+    """The function that `_address` named; a script is loaded from its path, with another __name__ than __main__."""
+    if os.path.isabs(module):
+        known = sys.modules.get(f"script {module}")
+        if known is None:
+            spec = importlib.util.spec_from_file_location(f"script {module}", module)
+            assert spec is not None
+            assert spec.loader is not None
+            known = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(known)
+    else:
+        known = importlib.import_module(module)
+    return operator.attrgetter(name)(known)  # type: ignore[no-any-return]
+
+
+def _die_with(parent: int) -> None:
+    """Have the kernel end this process when its parent ends, so that nothing is left behind."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL)
+    if os.getppid() != parent:
+        sys.exit(1)
+
+
+def _picklable(error: BaseException) -> BaseException | None:
+    try:
+        return pickle.loads(pickle.dumps(error))  # type: ignore[no-any-return]
+    except Exception:
+        return None
+
+
+def _listed(ranks: Any) -> str:
+    return ", ".join(str(r) for r in sorted(ranks))
+
+
+@contextlib.contextmanager
+def _no_main_reimport() -> Any:
+    """Keep `spawn` from importing the parent's __main__ again in every rank: it may be a console script, or pytest."""
+    main = sys.modules["__main__"]
+    spec, file = getattr(main, "__spec__", None), getattr(main, "__file__", None)
+    main.__spec__ = None
+    if file is not None:
+        del main.__file__
+    try:
+        yield
+    finally:
+        main.__spec__ = spec
+        if file is not None:
+            main.__file__ = file

@@ -1,0 +1,404 @@
+"""`DCPMerger`: what an engine holds and calls. The hot path is `merge`, top to bottom."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, Literal, TypedDict, overload
+
+import torch
+from typing_extensions import Unpack
+
+from dcpcomm.arguments import check_out, check_partials, check_tag
+from dcpcomm.channel import Channel
+from dcpcomm.combine.torch_engine import by_destination, clean_lse
+from dcpcomm.combine.wire import Header, block_bytes
+from dcpcomm.errors import ShapeError
+from dcpcomm.explain import describe
+from dcpcomm.projection import GatheredWUV, project
+from dcpcomm.rows import empty_rows
+from dcpcomm.session import Session
+from dcpcomm.transport import MergeShape
+
+__all__ = ["DCPMerger"]
+
+_log = logging.getLogger("dcpcomm")
+
+
+class MergeKeywords(TypedDict, total=False):
+    """What `merge` and `merge_and_project` take by name, next to `return_lse`."""
+
+    valid_counts: torch.Tensor | None
+    seq_lens: torch.Tensor | None
+    query_start_loc: torch.Tensor | None
+    channel: int
+    out: torch.Tensor | None
+    tag: int
+
+
+class DCPMerger:
+    """Merges decode-context-parallel attention partials over the ranks of a group.
+
+    Constructing is collective over `group` only: the ranks agree on one transport and connect it. Also a context
+    manager.
+
+    Args:
+        group: None (the default process group), a torch ProcessGroup, or an engine's coordinator (`rank_in_group`,
+            `world_size`, `device_group`, perhaps `cpu_group`).
+        shape: what all merges have in common; the same on every rank.
+        config: a path, a mapping, a `MergeConfig`, or None (`DCPCOMM_CONFIG`, else auto).
+        device: where the partials will be; None is the current CUDA device, or CPU where there is none.
+
+    Raises:
+        ShapeError: heads that don't divide over the group, or something that isn't a group.
+        ConfigError: a configuration that can't be read.
+        SelectionMismatch: the ranks came with different shapes or configs, or one of them raised; on every rank.
+        TransportUnavailable: no transport can serve, with the reason of each; on every rank.
+        TransportTimeout: naming the ranks that did not come.
+    """
+
+    def __init__(
+        self,
+        group: Any,
+        shape: MergeShape,
+        config: Any = None,
+        device: torch.device | str | int | None = None,
+    ) -> None:
+        self._session = Session(group, shape, config, device)
+        self.shape, self.group, self.device = shape, self._session.group, self._session.device
+        # Of the result's token axis, so for token scatter within each rank's own slice.
+        self._chunk = shape.tokens_per_exchange(self.group.size)
+        if shape.scatter == "tokens":
+            self._chunk //= self.group.size
+        self._warned_of_chunks = False
+
+    @overload
+    def merge(
+        self,
+        partial_out: torch.Tensor,
+        partial_lse: torch.Tensor,
+        *,
+        return_lse: Literal[False] = False,
+        **keywords: Unpack[MergeKeywords],
+    ) -> torch.Tensor: ...
+    @overload
+    def merge(
+        self,
+        partial_out: torch.Tensor,
+        partial_lse: torch.Tensor,
+        *,
+        return_lse: Literal[True],
+        **keywords: Unpack[MergeKeywords],
+    ) -> tuple[torch.Tensor, torch.Tensor]: ...
+    def merge(
+        self,
+        partial_out: torch.Tensor,
+        partial_lse: torch.Tensor,
+        *,
+        valid_counts: torch.Tensor | None = None,
+        seq_lens: torch.Tensor | None = None,
+        query_start_loc: torch.Tensor | None = None,
+        return_lse: bool = False,
+        channel: int = 0,
+        out: torch.Tensor | None = None,
+        tag: int = 0,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """Merge one step's partials; every rank of the group calls it, with the same B and tag.
+
+        Args:
+            partial_out: `[B, H, D]` in the shape's dtype, any strides.
+            partial_lse: `[B, H]` float32, float16 or bfloat16, in the shape's base. NaN, +inf and -inf mean an empty
+                row.
+            valid_counts: `[B]` int32 or int64: KV entries that each row saw on this rank; 0: its partial is garbage.
+            seq_lens, query_start_loc: `[S]` and `[S+1]`, instead: lengths of this rank's shard, and where each
+                request's rows begin. Rows at or past `query_start_loc[-1]` are padding: empty.
+            return_lse: also return the merged LSE, float32, in the shape's base.
+            channel: which of the shape's channels; one ordered stream of calls each.
+            out: where to write the result; any view of its shape and dtype, and what is then returned.
+            tag: a small integer, the layer, say. Ranks that meet with different tags raise instead of merging.
+
+        Returns:
+            out `[B, H/N, D]` (scatter "heads"), `[B/N, H, D]` ("tokens") or `[B, H, D]` ("none"); with `return_lse` a
+            pair of it and the LSE, the same without D. Rows empty on every rank are 0, and -inf.
+
+        Raises:
+            ShapeError: an argument of this rank is wrong. Its peers raise `CallMismatch` with the reason.
+            CallMismatch: a peer came with another tag or B, or raised before it sent.
+            TransportTimeout: a peer did not arrive within `watchdog.timeout_s`.
+        """
+        return self._call(
+            partial_out,
+            partial_lse,
+            None,
+            valid_counts,
+            seq_lens,
+            query_start_loc,
+            return_lse,
+            channel,
+            out,
+            tag,
+        )
+
+    @overload
+    def merge_and_project(
+        self,
+        partial_latent: torch.Tensor,
+        partial_lse: torch.Tensor,
+        w_uv: GatheredWUV,
+        *,
+        return_lse: Literal[False] = False,
+        **keywords: Unpack[MergeKeywords],
+    ) -> torch.Tensor: ...
+    @overload
+    def merge_and_project(
+        self,
+        partial_latent: torch.Tensor,
+        partial_lse: torch.Tensor,
+        w_uv: GatheredWUV,
+        *,
+        return_lse: Literal[True],
+        **keywords: Unpack[MergeKeywords],
+    ) -> tuple[torch.Tensor, torch.Tensor]: ...
+    def merge_and_project(
+        self,
+        partial_latent: torch.Tensor,
+        partial_lse: torch.Tensor,
+        w_uv: GatheredWUV,
+        *,
+        valid_counts: torch.Tensor | None = None,
+        seq_lens: torch.Tensor | None = None,
+        query_start_loc: torch.Tensor | None = None,
+        return_lse: bool = False,
+        channel: int = 0,
+        out: torch.Tensor | None = None,
+        tag: int = 0,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """As `merge`, for latent partials `[B, H, L]`, and multiplied by W_UV on the cheaper side of the exchange.
+
+        Args:
+            w_uv: this layer's weights, from `gather_w_uv`.
+
+        Returns:
+            as `merge`, with V in the place of D: `[B, H/N, V]`.
+        """
+        return self._call(
+            partial_latent,
+            partial_lse,
+            w_uv,
+            valid_counts,
+            seq_lens,
+            query_start_loc,
+            return_lse,
+            channel,
+            out,
+            tag,
+        )
+
+    def _call(
+        self,
+        partial_out: torch.Tensor,
+        partial_lse: torch.Tensor,
+        w_uv: GatheredWUV | None,
+        valid_counts: torch.Tensor | None,
+        seq_lens: torch.Tensor | None,
+        query_start_loc: torch.Tensor | None,
+        return_lse: bool,
+        channel: int,
+        out: torch.Tensor | None,
+        tag: int,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        stream = self._channel(channel)
+        ordinal = stream.enter()
+        try:
+            # Everything that can be wrong with this rank's call is found in here, before anything is sent.
+            try:
+                tokens = check_partials(
+                    self.shape, self.group.size, self.device, partial_out, partial_lse, self._session.workspace
+                )
+                if w_uv is not None and not isinstance(w_uv, GatheredWUV):
+                    raise ShapeError(f"w_uv is a {type(w_uv).__name__}; expected what gather_w_uv returned")
+                if w_uv is not None and self.shape.v_head_dim is None:
+                    raise ShapeError(
+                        "merge_and_project needs a shape with v_head_dim=V and head_dim=L; v_head_dim is None"
+                    )
+                check_tag(tag)
+                rows = self.shape.result_rows(tokens, self.group.size)
+                width = self.shape.head_dim if w_uv is None else self.shape.v_head_dim or 0
+                if out is not None:
+                    inputs = {
+                        "partial_out": partial_out,
+                        "partial_lse": partial_lse,
+                        "valid_counts": valid_counts,
+                        "seq_lens": seq_lens,
+                        "query_start_loc": query_start_loc,
+                    }
+                    check_out(out, (*rows, width), self.shape.dtype, self.device, inputs, self._session.workspace)
+                empty = empty_rows(tokens, self.device, valid_counts, seq_lens, query_start_loc)
+                if tokens == 0:
+                    return self._nothing(out, rows, width, return_lse)
+                before = w_uv is not None and self._session.decision.projection_order(tokens) == "before"
+                if before:
+                    assert w_uv is not None
+                    partial_out = project(partial_out, w_uv.whole)
+                lse = by_destination(clean_lse(partial_lse, empty), self.shape.scatter, self.group.size)
+                partials = by_destination(partial_out, self.shape.scatter, self.group.size)
+            except Exception as error:
+                if not _has_no_rows(partial_out):
+                    stream.cancel(ordinal, error)
+                if isinstance(error, ShapeError):
+                    raise ShapeError(f"rank {self.group.rank}: {error}") from None
+                raise
+            merged, merged_lse = self._merge_chunks(
+                stream,
+                partials,
+                lse,
+                ordinal,
+                tag,
+                tokens,
+                return_lse,
+                out if w_uv is None or before else None,
+            )
+        finally:
+            stream.leave()
+        if w_uv is not None and not before:
+            merged = project(merged, w_uv.local if self.shape.scatter == "heads" else w_uv.whole)
+            if out is not None:
+                merged = out.copy_(merged)
+        return (merged, merged_lse) if merged_lse is not None else merged
+
+    def _merge_chunks(
+        self,
+        stream: Channel,
+        partials: torch.Tensor,
+        lse: torch.Tensor,
+        ordinal: int,
+        tag: int,
+        tokens: int,
+        want_lse: bool,
+        out: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """`partials [N, t, h, D]`, `lse [N, t, h]` -> `[t, h, D]`, `[t, h]`, in as many exchanges as it takes."""
+        _, t, h, width = partials.shape
+        if t <= self._chunk:
+            merged, merged_lse = stream.merge(partials, lse, Header(ordinal, tag, tokens, 0, width), want_lse)
+            return (merged if out is None else out.copy_(merged)), merged_lse
+        self._warn_of_chunks(tokens)
+        result = out if out is not None else partials.new_empty((t, h, width))
+        result_lse = lse.new_empty((t, h)) if want_lse else None
+        for chunk, start in enumerate(range(0, t, self._chunk)):
+            part = slice(start, start + self._chunk)
+            header = Header(ordinal, tag, tokens, chunk, width)
+            merged, merged_lse = stream.merge(partials[:, part], lse[:, part], header, want_lse)
+            result[part].copy_(merged)
+            if result_lse is not None and merged_lse is not None:
+                result_lse[part].copy_(merged_lse)
+        return result, result_lse
+
+    def gather_w_uv(self, w_uv_local: torch.Tensor) -> GatheredWUV:
+        """Make one layer's W_UV ready for `merge_and_project`. Collective over the group; once per layer.
+
+        Args:
+            w_uv_local: `[H/N, L, V]` of this rank's heads, in the shape's dtype. Copied; `refresh` takes new values in
+                place.
+
+        Raises:
+            ShapeError: wrong shape, dtype or device here, or different ones between ranks.
+            SelectionMismatch: another rank raised.
+        """
+        self._session.check_open()
+        orders = set(self._session.decision.projection.values())
+        return GatheredWUV(self, w_uv_local, needs_full=self.shape.scatter != "heads" or "before" in orders)
+
+    def wire_bytes(self, tokens: int, width: int) -> int:
+        """Bytes that this rank sends to its peers in one merge of `tokens` rows of `width` columns."""
+        n, per_chunk = self.group.size, self.shape.tokens_per_exchange(self.group.size)
+        chunks = [per_chunk] * (tokens // per_chunk) + ([tokens % per_chunk] if tokens % per_chunk else [])
+        blocks = (
+            block_bytes(self.shape.rows_per_destination(chunk, n), width, self.shape.dtype.itemsize) for chunk in chunks
+        )
+        return (n - 1) * sum(blocks)
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes of device memory that this merger and its transport hold; what `plan_bytes` predicted."""
+        return self._session.device_bytes
+
+    @property
+    def transport(self) -> str | None:
+        """Name of the transport in use; None in a group of one rank."""
+        return self._session.decision.transport
+
+    def projection_order(self, tokens: int) -> str:
+        """ "before" or "after": where `merge_and_project` projects, for a merge of `tokens` rows."""
+        if not self._session.decision.projection:
+            raise ShapeError("the merger's shape has no v_head_dim: it projects nothing")
+        return self._session.decision.projection_order(tokens)
+
+    def check(self) -> None:
+        """Raise what went wrong since the merger was made or reset. Cheap; call it once per step, before sampling."""
+        self._session.check_open()
+        for channel in self._session.channels:
+            if channel.broken is not None:
+                raise channel.refusal(channel.broken)
+
+    def reset(self) -> None:
+        """Make every channel usable again after an error. Collective over the group, with no call in flight on any
+        rank.
+
+        The transport is closed and connected anew on all ranks, so nothing that was under way can arrive later.
+
+        Raises:
+            TransportTimeout: naming the ranks that did not come.
+            TransportUnavailable: it can't be connected again; the merger is then closed.
+        """
+        self._session.reset()
+
+    def explain(self) -> str:
+        """What was decided and why, in words."""
+        session = self._session
+        return describe(session.decision, self.shape, session.config, self.group, session.device_bytes)
+
+    def close(self) -> None:
+        """Give everything back. Local, safe twice; no merge may be under way on this rank."""
+        self._session.close()
+
+    def __enter__(self) -> DCPMerger:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def _channel(self, channel: Any) -> Channel:
+        self._session.check_open()
+        if isinstance(channel, bool) or not isinstance(channel, int) or not 0 <= channel < self.shape.channels:
+            error = ShapeError(
+                f"rank {self.group.rank}: channel is {channel!r}; expected 0 to {self.shape.channels - 1} "
+                "(MergeShape.channels)"
+            )
+            self.group.control.note(
+                "raised", f"ShapeError: {error}"
+            )  # no channel to tell the peers on: they find it at their deadline
+            raise error
+        return self._session.channels[channel]
+
+    def _nothing(
+        self, out: torch.Tensor | None, rows: tuple[int, int], width: int, return_lse: bool
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """The result of a merge of no rows."""
+        if out is None:
+            out = torch.empty((*rows, width), dtype=self.shape.dtype, device=self.device)
+        return (out, torch.empty(rows, dtype=torch.float32, device=self.device)) if return_lse else out
+
+    def _warn_of_chunks(self, tokens: int) -> None:
+        if not self._warned_of_chunks:
+            self._warned_of_chunks = True
+            _log.warning(
+                "rank %d: a merge of B=%d rows runs in chunks, because max_tokens=%d; said once per merger",
+                self.group.rank,
+                tokens,
+                self.shape.max_tokens,
+            )
+
+
+def _has_no_rows(partial_out: Any) -> bool:
+    """Whether the peers, who then have no rows either, don't exchange anything in this call."""
+    return isinstance(partial_out, torch.Tensor) and partial_out.dim() > 0 and partial_out.shape[0] == 0

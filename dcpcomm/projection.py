@@ -1,0 +1,75 @@
+"""W_UV, the up-projection of latent partials: gathered once per layer, applied before or after the merge.
+
+`merge(o) @ W_UV == merge(o @ W_UV)` in exact arithmetic, so the order is free. Before the merge, the wire carries V
+instead of L columns, but every rank projects all heads (the idea of vLLM PR #48196); after it, only its own.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from dcpcomm.arguments import check_w_uv
+from dcpcomm.errors import ShapeError
+
+if TYPE_CHECKING:
+    from dcpcomm.merger import DCPMerger
+
+__all__ = ["GatheredWUV", "project"]
+
+
+def project(latent: torch.Tensor, w_uv: torch.Tensor) -> torch.Tensor:
+    """`latent [B, h, L] @ w_uv [h, L, V]` head by head; `[B, h, V]`, head-major in memory."""
+    return torch.bmm(latent.transpose(0, 1), w_uv).transpose(0, 1)
+
+
+class GatheredWUV:
+    """One layer's W_UV as a merger needs it. Made by `DCPMerger.gather_w_uv`.
+
+    Attributes:
+        local: `[H/N, L, V]`, this rank's heads.
+        full: `[H, L, V]`, all heads in the order of the group's ranks; None where no projection order of the merger
+            needs it.
+    """
+
+    def __init__(self, merger: DCPMerger, w_uv_local: torch.Tensor, needs_full: bool) -> None:
+        self._merger = merger
+        self._needs_full = needs_full
+        self.full: torch.Tensor | None = None
+        self.local = self._checked(w_uv_local)
+        with torch.inference_mode(False):
+            self.local = self.local.detach().clone(memory_format=torch.contiguous_format)
+            if needs_full:
+                self.full = self._gather(self.local)
+
+    @property
+    def whole(self) -> torch.Tensor:
+        """`full`, where it was gathered."""
+        assert self.full is not None, "this merger never projects all heads"
+        return self.full
+
+    def refresh(self, w_uv_local: torch.Tensor) -> None:
+        """Take new weights, in place, so that captured graphs see them. Collective over the group.
+
+        Args:
+            w_uv_local: `[H/N, L, V]`, as for `gather_w_uv`.
+        """
+        fresh = self._checked(w_uv_local)
+        gathered = self._gather(fresh) if self._needs_full else None
+        with torch.inference_mode(False), torch.no_grad():
+            self.local.copy_(fresh)
+            if self.full is not None and gathered is not None:
+                self.full.copy_(gathered)
+
+    def _gather(self, local: torch.Tensor) -> torch.Tensor:
+        gathered = self._merger.group.all_gather(local.detach(), "gathering W_UV")
+        return gathered.reshape(-1, *local.shape[1:])
+
+    def _checked(self, w_uv_local: torch.Tensor) -> torch.Tensor:
+        try:
+            return check_w_uv(self._merger.shape, self._merger.group, self._merger.device, w_uv_local)
+        except ShapeError as error:
+            if self._needs_full:
+                self._merger.group.control.fail(f"ShapeError: {error}")
+            raise

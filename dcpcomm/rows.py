@@ -1,0 +1,72 @@
+"""Which rows are empty on this rank: from counts per row, or from sequence lengths and where each request's rows
+begin.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from dcpcomm.errors import ShapeError
+
+__all__ = ["empty_rows"]
+
+_COUNT_DTYPES = (torch.int32, torch.int64)
+
+
+def empty_rows(
+    tokens: int,
+    device: torch.device,
+    valid_counts: torch.Tensor | None,
+    seq_lens: torch.Tensor | None,
+    query_start_loc: torch.Tensor | None,
+) -> torch.Tensor | None:
+    """The rows that saw no KV entry on this rank, whose partial is therefore garbage.
+
+    Args:
+        tokens: B.
+        valid_counts: `[B]` int32 or int64.
+        seq_lens: `[S]`, lengths of this rank's shard of each sequence.
+        query_start_loc: `[S+1]`; rows at or past its last value are padding, and empty.
+
+    Returns:
+        `[B]` bool, or None where nothing was given: then every row counts.
+
+    Raises:
+        ShapeError: both forms at once, half of a pair, or a wrong shape, dtype or device.
+    """
+    if valid_counts is None and seq_lens is None and query_start_loc is None:
+        return None
+    if valid_counts is not None:
+        if seq_lens is not None or query_start_loc is not None:
+            raise ShapeError(
+                "both valid_counts and seq_lens/query_start_loc were given; expected one form or the other"
+            )
+        _check("valid_counts", valid_counts, device)
+        if valid_counts.shape != (tokens,):
+            raise ShapeError(f"valid_counts has shape {tuple(valid_counts.shape)}; expected [B] = [{tokens}]")
+        return valid_counts <= 0
+    if seq_lens is None or query_start_loc is None:
+        given, missing = ("seq_lens", "query_start_loc") if query_start_loc is None else ("query_start_loc", "seq_lens")
+        raise ShapeError(f"{given} was given without {missing}; expected both, or valid_counts")
+    _check("seq_lens", seq_lens, device)
+    _check("query_start_loc", query_start_loc, device)
+    if seq_lens.dim() != 1 or query_start_loc.shape != (seq_lens.numel() + 1,):
+        raise ShapeError(
+            f"seq_lens has shape {tuple(seq_lens.shape)} and query_start_loc {tuple(query_start_loc.shape)}; "
+            "expected [S] and [S+1]"
+        )
+    if seq_lens.numel() == 0:
+        return torch.ones(tokens, dtype=torch.bool, device=device)
+    rows = torch.arange(tokens, device=device, dtype=query_start_loc.dtype)
+    request = torch.searchsorted(query_start_loc.contiguous(), rows, right=True) - 1
+    outside = (request < 0) | (request >= seq_lens.numel())
+    return outside | (seq_lens[request.clamp(0, seq_lens.numel() - 1)] <= 0)
+
+
+def _check(name: str, value: torch.Tensor, device: torch.device) -> None:
+    if not isinstance(value, torch.Tensor):
+        raise ShapeError(f"{name} is a {type(value).__name__}; expected a tensor on {device}")
+    if value.dtype not in _COUNT_DTYPES:
+        raise ShapeError(f"{name} has dtype {value.dtype}; expected int32 or int64")
+    if value.device != device:
+        raise ShapeError(f"{name} is on {value.device}; expected {device}, like the partials")

@@ -1,0 +1,58 @@
+"""Facts about this machine and this rank's place in it, gathered locally."""
+
+from __future__ import annotations
+
+import platform
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+__all__ = ["Facts", "host_identity", "local_facts"]
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a transport's `check` may know. Local to one rank.
+
+    Args:
+        rank, world_size: of the group.
+        host: identity of this host; equal on two ranks exactly where they share a kernel.
+        device: "cpu" or "cuda".
+        place: what `Capabilities.proven_on` is matched with: "cpu", "loopback" (ranks that are threads of one
+            process), "sm_90", ...
+        torch_version: as installed.
+    """
+
+    rank: int
+    world_size: int
+    host: str
+    device: str
+    place: str
+    torch_version: str
+
+
+def host_identity() -> str:
+    """Differs between hosts, and between boots of one host; equal in all containers on it."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return boot.read_text().strip() if boot.exists() else f"{socket.gethostname()}/{platform.machine()}"
+
+
+def local_facts(rank: int, world_size: int, device: torch.device, loopback: bool) -> Facts:
+    """The facts of this rank, for a merger on `device`."""
+    if loopback:
+        place = "loopback"
+    elif device.type == "cuda":
+        major, minor = torch.cuda.get_device_capability(device)
+        place = f"sm_{major}{minor}"
+    else:
+        place = device.type
+    return Facts(
+        rank=rank,
+        world_size=world_size,
+        host=host_identity(),
+        device=device.type,
+        place=place,
+        torch_version=torch.__version__,
+    )

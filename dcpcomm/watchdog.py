@@ -1,0 +1,132 @@
+"""Who is late, and what did they last do: progress of every channel, told to the other ranks when something stands
+still.
+
+A rank that waits can't know why; the rank it waits for can. So each merger has one thread that, when nothing has moved
+on this rank for half the deadline, leaves a note in the store. A rank that runs into its deadline reads the notes of
+those it missed.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import weakref
+
+from dcpcomm.combine.wire import Header
+from dcpcomm.group import Control
+
+__all__ = ["Watchdog"]
+
+_log = logging.getLogger("dcpcomm")
+
+
+class _Progress:
+    """What this rank last did on each channel. Written by the calling threads, read by the watchdog's."""
+
+    def __init__(self, channels: int) -> None:
+        self.moved = time.monotonic()
+        self.calls: list[tuple[bool, Header | None, float]] = [(False, None, self.moved)] * channels
+
+    def words(self) -> str:
+        parts = []
+        for channel, (inside, call, since) in enumerate(self.calls):
+            state = f"waiting in {call}" if inside else f"idle after {call}" if call is not None else "no call yet"
+            parts.append(f"channel {channel}: {state}, {time.monotonic() - since:.1f} s before this note")
+        return "; ".join(parts)
+
+
+class Watchdog:
+    """Watches one merger.
+
+    Args:
+        timeout_s: how long an exchange may wait for its peers.
+        action: "raise": the exchange itself raises at the deadline. "log": it waits on, and this thread says so once
+            per call.
+        owner: the merger; the thread ends with it, or with the process.
+    """
+
+    def __init__(self, control: Control, channels: int, timeout_s: float, action: str, owner: object) -> None:
+        self._control = control
+        self._timeout_s, self._action = timeout_s, action
+        self._progress = _Progress(channels)
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._owner = weakref.ref(owner)
+
+    def begin(self, channel: int, call: Header) -> None:
+        """This rank enters an exchange."""
+        if self._thread is None:
+            self._start()
+        now = time.monotonic()
+        self._progress.calls[channel] = (True, call, now)
+        self._progress.moved = now
+
+    def end(self, channel: int, call: Header) -> None:
+        """This rank has left it."""
+        now = time.monotonic()
+        self._progress.calls[channel] = (False, call, now)
+        self._progress.moved = now
+
+    def last_words(self, ranks: tuple[int, ...]) -> str:
+        """What each of `ranks` last noted, for an error message."""
+        words = []
+        for rank in ranks:
+            note = self._control.read_note(rank, "closed") or self._control.read_note(rank, "raised")
+            note = note or self._control.read_note(rank, "progress")
+            words.append(f"rank {rank}: {note or 'left no note; is its process alive?'}")
+        return "; ".join(words)
+
+    def stop(self) -> None:
+        """End the thread. Safe twice."""
+        self._stop.set()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(timeout=1.0)
+
+    def _start(self) -> None:
+        self._thread = threading.Thread(
+            target=_watch,
+            args=(self._control, self._progress, self._stop, self._timeout_s, self._action),
+            daemon=True,
+            name="dcpcomm watchdog",
+        )
+        self._thread.start()
+        owner = self._owner()
+        if owner is not None:
+            # Also runs at interpreter exit: a daemon thread caught inside the store's C++ there would abort the
+            # process.
+            weakref.finalize(owner, _end, self._stop, self._thread)
+
+
+def _end(stop: threading.Event, thread: threading.Thread) -> None:
+    stop.set()
+    if thread is not threading.current_thread():
+        thread.join(timeout=1.0)
+
+
+def _watch(control: Control, progress: _Progress, stop: threading.Event, timeout_s: float, action: str) -> None:
+    noted_at = -1.0
+    logged: set[tuple[int, Header]] = set()
+    while not stop.wait(min(1.0, timeout_s / 8)):
+        now, moved = time.monotonic(), progress.moved
+        if now - moved > timeout_s / 2 and noted_at != moved:
+            control.note("progress", progress.words())
+            noted_at = moved
+        if action != "log":
+            continue
+        for channel, (inside, call, since) in enumerate(progress.calls):
+            if inside and call is not None and now - since > timeout_s and (channel, call) not in logged:
+                logged.add((channel, call))
+                others = "; ".join(
+                    f"rank {rank}: {control.read_note(rank, 'progress') or 'no note'}"
+                    for rank in range(control.size)
+                    if rank != control.rank
+                )
+                _log.warning(
+                    "rank %d has waited %.1f s in %s on channel %d. %s",
+                    control.rank,
+                    now - since,
+                    call,
+                    channel,
+                    others,
+                )

@@ -1,0 +1,99 @@
+"""How much memory a merger takes, region by region, before anything exists. Pure arithmetic."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from dcpcomm.combine.wire import block_bytes
+from dcpcomm.transport import MergeShape
+
+__all__ = ["ALIGNMENT", "Region", "WorkspacePlan", "aligned", "block_capacity", "plan", "plan_bytes"]
+
+ALIGNMENT = 128  # a cache line pair on the GPU: no region shares a line with another
+
+
+@dataclass(frozen=True)
+class Region:
+    """`nbytes` bytes at `offset` of a workspace; both multiples of 128."""
+
+    name: str
+    offset: int
+    nbytes: int
+
+    def of(self, workspace: torch.Tensor) -> torch.Tensor:
+        return workspace[self.offset : self.offset + self.nbytes]
+
+
+@dataclass(frozen=True)
+class WorkspacePlan:
+    """Where each buffer of one rank lies in its single allocation of `total` bytes."""
+
+    regions: list[Region]
+    total: int
+
+    def region(self, name: str) -> Region:
+        return next(region for region in self.regions if region.name == name)
+
+
+def aligned(nbytes: int) -> int:
+    """`nbytes` rounded up to a multiple of 128."""
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+def block_capacity(shape: MergeShape, world_size: int) -> int:
+    """Bytes of the largest block that one rank may send to one other, rounded up to 128."""
+    rows = shape.rows_per_destination(shape.tokens_per_exchange(world_size), world_size)
+    return aligned(max(block_bytes(rows, width, shape.dtype.itemsize) for width in shape.widths))
+
+
+def plan(shape: MergeShape, world_size: int) -> WorkspacePlan:
+    """The framework's own buffers on each rank: per channel, N blocks to send and N blocks to receive.
+
+    Raises:
+        ShapeError: the heads don't divide over `world_size` ranks.
+    """
+    shape.check_world_size(world_size)
+    regions: list[Region] = []
+    offset = 0
+    if world_size > 1:
+        nbytes = world_size * block_capacity(shape, world_size)
+        for channel in range(shape.channels):
+            for what in ("send", "recv"):
+                regions.append(Region(f"{what}[{channel}]", offset, nbytes))
+                offset += nbytes
+    return WorkspacePlan(regions, offset)
+
+
+def plan_bytes(shape: MergeShape, world_size: int, config: Any = None) -> int:
+    """Device bytes that a merger of `shape` takes on each rank of a group of `world_size`.
+
+    Exact where `config` names a transport; with several candidates, the most that any of them takes. Temporaries of a
+    call (its result, a layout copy, a projection) come on top.
+
+    Args:
+        config: as for `DCPMerger`.
+
+    Raises:
+        ShapeError: the heads don't divide over `world_size` ranks.
+        ConfigError: as `load_config`.
+    """
+    from dcpcomm.config import load_config, options_for
+    from dcpcomm.errors import TransportUnavailable
+    from dcpcomm.registry import load_transport
+    from dcpcomm.select import candidate_names
+
+    own = plan(shape, world_size)
+    loaded = load_config(config)
+    largest = 0
+    for name in candidate_names(loaded) if world_size > 1 else ():
+        try:
+            transport = load_transport(name)
+        except TransportUnavailable:
+            continue
+        packed = own.total if transport.needs_workspace() else 0
+        extra = transport.device_bytes(shape, world_size, options_for(loaded, transport))
+        largest = max(largest, packed + extra)
+    return largest
