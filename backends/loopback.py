@@ -12,6 +12,7 @@ from typing import ClassVar
 import torch
 
 from dcpcomm.errors import TransportTimeout
+from dcpcomm.testing.loopback import Office
 from dcpcomm.topology import Facts
 from dcpcomm.transport import Capabilities, MergeTransport, Verdict
 
@@ -45,6 +46,7 @@ class Loopback(MergeTransport):
     def exchange(self, send: torch.Tensor, channel: int, recv: torch.Tensor | None = None) -> torch.Tensor:
         assert recv is not None
         started = time.monotonic()
+        self._check_poison(channel)
         self._post(send, channel)
         recv[self.group.rank].copy_(send[self.group.rank])
         for source in self._peers:
@@ -61,7 +63,7 @@ class Loopback(MergeTransport):
         self._unread[channel] += 1
 
     def close(self) -> None:
-        self._mail = None
+        self._mail = Office()
 
     def _post(self, send: torch.Tensor, channel: int) -> None:
         for peer in self._peers:
@@ -74,4 +76,12 @@ class Loopback(MergeTransport):
                 timeout=None if limit is None else max(0.001, limit - (time.monotonic() - started))
             )
         except queue.Empty:
-            raise TransportTimeout(f"rank {source} did not arrive within {limit:g} s", (source,)) from None
+            text = f"rank {source} did not arrive within {limit:g} s"
+            self._mail.poison[channel] = (self.group.rank, text)
+            raise TransportTimeout(text, (source,)) from None
+
+    def _check_poison(self, channel: int) -> None:
+        """Keep a rank that comes too late from merging what the others sent before they gave up."""
+        if channel in self._mail.poison:
+            rank, text = self._mail.poison[channel]
+            raise TransportTimeout(f"rank {rank} has given this channel up: {text}", (rank,))

@@ -283,7 +283,7 @@ def _generated(result: dict[str, Any]) -> Table:
     from rich.table import Table
     from rich.text import Text
 
-    table = Table("after", "generated: noise, being untrained, but the same noise", "same", box=None, padding=(0, 2))
+    table = Table("context", "generated: noise, being untrained, but the same noise", "same", box=None, padding=(0, 2))
     table.columns[0].justify = "right"
     table.columns[1].overflow = "fold"
     for request in result["requests"]:

@@ -18,8 +18,6 @@ from dcpcomm.launch import RankFailed
 
 __all__ = ["LoopbackRank", "LoopbackWorld"]
 
-Mail = defaultdict[tuple[int, int, int], "queue.SimpleQueue[Any]"]
-
 
 class LoopbackRank:
     """What a virtual rank passes as `group`.
@@ -52,14 +50,14 @@ class LoopbackWorld:
         self.size = size
         self.store = dist.HashStore()
         self.groups = [LoopbackRank(self, rank) for rank in range(size)]
-        self._offices: dict[str, Mail] = {}
+        self._offices: dict[str, Office] = {}
         self._lock = threading.Lock()
 
-    def mail(self, key: str) -> Mail:
+    def mail(self, key: str) -> Office:
         """The queues of one merger, by (channel, source, destination)."""
         with self._lock:
             if key not in self._offices:
-                self._offices[key] = _Office()
+                self._offices[key] = Office()
             return self._offices[key]
 
     def run(self, fn: Callable[..., Any], *args: Any, timeout_s: float = 60.0) -> list[Any]:
@@ -98,11 +96,16 @@ class LoopbackWorld:
         return results
 
 
-class _Office(Mail):
-    """Queues made when they are first asked for, one per key also when two threads ask at once."""
+class Office(defaultdict[tuple[int, int, int], "queue.SimpleQueue[Any]"]):
+    """Queues of one merger by (channel, source, destination), one per key also when two threads ask at once.
+
+    Attributes:
+        poison: channel -> the rank that ran into its deadline there first, and what it said.
+    """
 
     def __init__(self) -> None:
         super().__init__(None)
+        self.poison: dict[int, tuple[int, str]] = {}
         self._lock = threading.Lock()
 
     def __missing__(self, key: tuple[int, int, int]) -> queue.SimpleQueue[Any]:
