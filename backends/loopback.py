@@ -14,9 +14,9 @@ import torch
 from dcpcomm.errors import TransportTimeout
 from dcpcomm.testing.loopback import Office
 from dcpcomm.topology import Facts
-from dcpcomm.transport import Capabilities, MergeTransport, Verdict
+from dcpcomm.transport import Capabilities, MergeTransport, PeerBuffers, PeerMemoryTransport, Verdict
 
-__all__ = ["Loopback"]
+__all__ = ["Loopback", "LoopbackPeer"]
 
 
 class Loopback(MergeTransport):
@@ -85,3 +85,33 @@ class Loopback(MergeTransport):
         if channel in self._mail.poison:
             rank, text = self._mail.poison[channel]
             raise TransportTimeout(f"rank {rank} has given this channel up: {text}", (rank,))
+
+
+class LoopbackPeer(PeerMemoryTransport):
+    """The peer family between threads: every rank's memory is every other's, as CUDA IPC makes it between processes."""
+
+    name: ClassVar[str] = "loopback_peer"
+    capabilities: ClassVar[Capabilities] = Capabilities(devices=("cpu",), ragged=True)
+
+    _memory: torch.Tensor | None = None
+
+    @classmethod
+    def check(cls, facts: Facts) -> Verdict:
+        return Loopback.check(facts)
+
+    def prepare(self) -> bytes:
+        with torch.inference_mode(False):
+            self._memory = torch.zeros(self.peer_bytes, dtype=torch.uint8)
+        self._office = self.group.loopback.world.mail(f"{self.group.prefix}/{self.group.generation}/peer")
+        self._office.memory[self.group.rank] = self._memory
+        return b""
+
+    def connect(self, peers: list[bytes]) -> None:
+        self._opened = [self._office.memory[rank] for rank in range(self.group.size)]
+
+    def map_symmetric(self, nbytes: int) -> PeerBuffers:
+        assert self._memory is not None
+        return PeerBuffers(self._memory, self._opened)
+
+    def close(self) -> None:
+        self._memory, self._engine, self._opened = None, None, []

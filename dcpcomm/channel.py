@@ -14,12 +14,12 @@ import numpy as np
 import torch
 
 from dcpcomm.combine.torch_engine import combine, pack
-from dcpcomm.combine.wire import KIND_CANCELLED, Header, WireViews, row_bytes
+from dcpcomm.combine.wire import KIND_CANCELLED, Header, WireViews, wire_views
+from dcpcomm.decision import Decision
 from dcpcomm.errors import CallMismatch, DCPCommError, TransportTimeout
 from dcpcomm.group import Group
 from dcpcomm.transport import MergeShape, MergeTransport
 from dcpcomm.watchdog import Watchdog
-from dcpcomm.workspace import block_capacity
 
 __all__ = ["Channel"]
 
@@ -30,7 +30,8 @@ class Channel:
     """Calls of one channel, over one connected transport.
 
     Args:
-        transport: None in a group of one rank.
+        decision: which transport carries a merge of how many rows.
+        transports: the connected ones, by name; none in a group of one rank.
         send, recv: uint8, this channel's regions of the merger's workspace; None where the transport needs none.
     """
 
@@ -39,19 +40,20 @@ class Channel:
         index: int,
         group: Group,
         shape: MergeShape,
-        transport: MergeTransport | None,
+        decision: Decision,
+        transports: dict[str, MergeTransport],
         watchdog: Watchdog,
         send: torch.Tensor | None,
         recv: torch.Tensor | None,
     ) -> None:
         self.index = index
         self.broken: DCPCommError | None = None
-        self._group, self._shape, self._transport, self._watchdog = group, shape, transport, watchdog
+        self._group, self._shape, self._watchdog = group, shape, watchdog
+        self._decision, self._transports = decision, transports
         self._send, self._recv = send, recv
-        self._capacity = block_capacity(shape, group.size)
         self._ordinal = 0
         self._busy = threading.Lock()
-        self._views: dict[tuple[int, int], tuple[WireViews, WireViews]] = {}
+        self._views: dict[tuple[str, int, int], tuple[WireViews, WireViews]] = {}
 
     def enter(self) -> int:
         """Begin a call; its ordinal. `leave` must follow.
@@ -85,18 +87,21 @@ class Channel:
         """End the call that `enter` began."""
         self._busy.release()
 
-    def cancel(self, ordinal: int, error: Exception) -> None:
-        """This rank's call raised before it sent: let the peers raise too instead of waiting."""
-        if self._transport is None:
-            return
+    def cancel(self, ordinal: int, tokens: int, error: Exception) -> None:
+        """This rank's call, of `tokens` rows as far as it can be told, raised before it sent: let the peers raise too
+        instead of waiting.
+        """
+        if not self._transports or tokens == 0:
+            return  # of no rows, the peers send none either
         self._group.control.note(f"cancel/{self.index}/{ordinal}", f"{type(error).__name__}: {error}")
-        if not self._transport.capabilities.ragged or self._send is None:
+        transport = self._transports[self._decision.transport_for(tokens)]
+        if not transport.capabilities.ragged or self._send is None:
             return  # they find the note when their deadline passes
         header = Header(ordinal=ordinal, tag=0, tokens=0, chunk=0, width=0, kind=KIND_CANCELLED)
-        views = self._buffers(0, self._shape.head_dim)[0]
+        views = self._buffers(transport, 0, self._shape.head_dim)[0]
         views.words[:] = header.words()
         try:
-            self._transport.cancel(views.blocks, self.index)
+            transport.cancel(views.blocks, self.index)
         except Exception as second:
             self._break(DCPCommError(f"telling the peers about {error} failed: {second}"))
 
@@ -118,31 +123,32 @@ class Channel:
         """
         n, t, h, d = partial_out.shape
         base, dtype = self._shape.lse_base, self._shape.dtype
-        if self._transport is None:
+        if not self._transports:
             out, out_lse = combine(partial_out.reshape(1, t * h, d), lse.reshape(1, t * h), base, dtype, want_lse)
             return out.view(t, h, d), out_lse.view(t, h) if out_lse is not None else None
 
+        transport = self._transports[self._decision.transport_for(header.tokens)]
         self._watchdog.begin(self.index, header)
         try:
-            if self._transport.fused_merge is not None:
-                return self._fused(partial_out, lse)
-            if self._transport.capabilities.layout == "view":
-                rows, lses = self._transport.exchange((partial_out.transpose(0, 1), lse.transpose(0, 1)), self.index)
+            if transport.fused_merge is not None:
+                return self._fused(transport, partial_out, lse)
+            if transport.capabilities.layout == "view":
+                rows, lses = transport.exchange((partial_out.transpose(0, 1), lse.transpose(0, 1)), self.index)
                 payload, lse = (
                     rows.transpose(0, 1).reshape(n, t * h, d),
                     lses.transpose(0, 1).reshape(n, t * h),
                 )
             else:
-                payload, lse = self._exchange_packed(partial_out, lse, header)
+                payload, lse = self._exchange_packed(transport, partial_out, lse, header)
             out, out_lse = combine(payload, lse, base, dtype, want_lse)
         except TransportTimeout as error:
-            raise self._break(self._timed_out(error, header)) from error
+            raise self._break(self._timed_out(transport, error, header)) from error
         except CallMismatch:
             raise
         except Exception as error:
             raise self._break(
                 DCPCommError(
-                    f"rank {self._group.rank}: transport {self._transport.name!r} raised in {header} on "
+                    f"rank {self._group.rank}: transport {transport.name!r} raised in {header} on "
                     f"channel {self.index}: "
                     f"{type(error).__name__}: {error}"
                 )
@@ -155,52 +161,46 @@ class Channel:
         return out.view(t, h, d), out_lse.view(t, h) if out_lse is not None else None
 
     def _exchange_packed(
-        self, partial_out: torch.Tensor, lse: torch.Tensor, header: Header
+        self, transport: MergeTransport, partial_out: torch.Tensor, lse: torch.Tensor, header: Header
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        assert self._transport is not None
         _, t, h, _ = partial_out.shape
-        send, recv = self._buffers(t * h, header.width)
+        send, recv = self._buffers(transport, t * h, header.width)
         pack(send, partial_out, lse)
         words = np.array(header.words(), dtype=np.int64)
         send.words[:] = words
-        arrived = self._transport.exchange(send.blocks, self.index, recv=recv.blocks)
+        arrived = transport.exchange(send.blocks, self.index, recv=recv.blocks)
         if arrived is not recv.blocks:
             recv = WireViews(arrived, header.width, self._shape.dtype)
         if not (recv.words == words).all():
             self._refuse(recv.words, header)
         return recv.payload, recv.lse
 
-    def _fused(self, partial_out: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _fused(
+        self, transport: MergeTransport, partial_out: torch.Tensor, lse: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Hand the chunk, as `[B, H, D]`, to a transport that merges by itself."""
-        assert self._transport is not None
         if self._shape.scatter == "heads":
             whole, whole_lse = partial_out.transpose(0, 1).flatten(1, 2), lse.transpose(0, 1).flatten(1, 2)
         elif self._shape.scatter == "tokens":
             whole, whole_lse = partial_out.flatten(0, 1), lse.flatten(0, 1)
         else:
             whole, whole_lse = partial_out[0], lse[0]
-        out, out_lse = self._transport.fused_merge(whole, whole_lse, self.index)
+        out, out_lse = transport.fused_merge(whole, whole_lse, self.index)
         return out, out_lse
 
-    def _buffers(self, rows: int, width: int) -> tuple[WireViews, WireViews]:
+    def _buffers(self, transport: MergeTransport, rows: int, width: int) -> tuple[WireViews, WireViews]:
         """Views of the send and receive regions for `rows` rows of `width` per destination."""
-        found = self._views.get((rows, width))
-        if found is not None:
-            return found
-        assert self._send is not None
-        assert self._recv is not None
-        assert self._transport is not None
-        n, w = self._group.size, row_bytes(width, self._shape.dtype.itemsize)
-        compact = (1 + rows) * w
-        stride = self._capacity if self._transport.capabilities.ragged else compact
-        with torch.inference_mode(False):
-            send = self._send.as_strided((n, 1 + rows, w), (compact, w, 1))
-            recv = self._recv.as_strided((n, 1 + rows, w), (stride, w, 1))
-            views = WireViews(send, width, self._shape.dtype), WireViews(recv, width, self._shape.dtype)
-        if len(self._views) >= _VIEWS_KEPT:
-            self._views.clear()
-        self._views[rows, width] = views
-        return views
+        key = (transport.name, rows, width)
+        found = self._views.get(key)
+        if found is None:
+            assert self._send is not None
+            assert self._recv is not None
+            if len(self._views) >= _VIEWS_KEPT:
+                self._views.clear()
+            found = self._views[key] = wire_views(
+                self._send, self._recv, self._group.size, rows, width, self._shape.dtype, transport.capabilities.ragged
+            )
+        return found
 
     def _refuse(self, words: np.ndarray, mine: Header) -> None:
         """Raise for headers that aren't this rank's; break the channel unless the peers merely called this very call
@@ -236,12 +236,11 @@ class Channel:
             "call may follow"
         )
 
-    def _timed_out(self, error: TransportTimeout, call: Header) -> TransportTimeout:
+    def _timed_out(self, transport: MergeTransport, error: TransportTimeout, call: Header) -> TransportTimeout:
         words = self._watchdog.last_words(error.ranks)
         self._group.control.note("raised", f"raised in {call} on channel {self.index}: {error}")
         return TransportTimeout(
-            f"rank {self._group.rank}: {call} on channel {self.index} over "
-            f"{self._transport and self._transport.name!r}: {error}. "
+            f"rank {self._group.rank}: {call} on channel {self.index} over {transport.name!r}: {error}. "
             f"Last heard: {words}",
             error.ranks,
         )

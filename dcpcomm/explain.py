@@ -1,10 +1,10 @@
-"""A decision in words: every candidate, where and why it fell, and which setting would change the outcome."""
+"""A decision in words: every candidate, where and why it fell, its price, and what would change the outcome."""
 
 from __future__ import annotations
 
 from dcpcomm.config import MergeConfig
+from dcpcomm.decision import Decision
 from dcpcomm.group import Group
-from dcpcomm.select import Decision
 from dcpcomm.transport import MergeShape
 
 __all__ = ["describe"]
@@ -14,28 +14,39 @@ def describe(decision: Decision, shape: MergeShape, config: MergeConfig, group: 
     """The text of `DCPMerger.explain()`."""
     hosts = len(set(group.hosts)) or 1
     lines = [
-        f"merge of [B<={shape.max_tokens}, H={shape.num_heads}, D={shape.head_dim}] {shape.dtype}, LSE "
-        f"base {shape.lse_base}, "
-        f"scatter {shape.scatter}, {shape.channels} channel(s), {group.size} rank(s) on {hosts} host(s)"
+        f"merge of [B<={shape.max_tokens}, H={shape.num_heads}, D={shape.head_dim}] {shape.dtype}, LSE base "
+        f"{shape.lse_base}, scatter {shape.scatter}, {shape.channels} channel(s), {group.size} rank(s) on "
+        f"{hosts} host(s)"
     ]
-    if decision.transport is None:
+    if not decision.transports:
         lines.append("transport: none; one rank has nobody to exchange with")
     else:
-        lines.append(f"transport: {decision.transport}   (decided by rank 0 for all ranks)")
+        lines.append(f"transport: {', '.join(decision.transports)}   (decided by rank 0 for all ranks)")
     for name in decision.candidates:
         fallen = decision.fallen.get(name)
-        if name == decision.transport:
-            lines.append(f"  {name}: in use")
+        if name in decision.transports:
+            proof = "not verified (verify.level is off)" if config.verify.level == "off" else "verified bit for bit"
+            lines.append(f"  {name}: in use, {proof}")
         elif fallen is None:
-            lines.append(f"  {name}: not tried, {decision.transport} comes first; `transport: {name}` would take it")
+            asked_for = "was named" if decision.transports[0] == config.transport else "is preferred"
+            lines.append(
+                f"  {name}: not tried, {decision.transports[0]} {asked_for}; `transport: {name}` would take it"
+            )
         else:
-            remedy = f"; {fallen.remedy}" if fallen.remedy else ""
+            remedy = f"; to change that: {fallen.remedy}" if fallen.remedy else ""
             lines.append(f"  {name}: fell at {fallen.stage} on rank {fallen.rank}: {fallen.reason}{remedy}")
-    lines += [f"  {name}: forbidden by the configuration" for name in config.forbid]
-    if decision.projection:
-        ranges = ", ".join(f"B<={bucket}: {order}" for bucket, order in decision.projection.items())
-        lines.append(f"projection by W_UV relative to the merge ({decision.projection_origin}): {ranges}")
-    lines.append(
-        f"device memory of this rank: {device_bytes} bytes; an exchange waits for peers up to {group.timeout_s:g} s"
-    )
+    lines += [f"  {name}: forbidden by the configuration (forbid)" for name in config.forbid]
+    if decision.prices and (group.size > 1 or shape.v_head_dim is not None):
+        lines.append("predicted microseconds of a whole merge, by rows (model: assumed, not measured here):")
+        for choice in decision.choices:
+            row = []
+            for price in decision.prices[choice.tokens]:
+                order = f", project {price.projection}" if price.projection else ""
+                mark = "*" if price.transport == choice.transport else ""
+                row.append(f"{mark}{price.transport or 'local'} {price.us:.0f} ({price.origin}{order})")
+            lines.append(f"  B<={choice.tokens}: {'; '.join(row)}")
+        if len(decision.prices[choice.tokens]) > 1 or (shape.v_head_dim is not None and config.projection == "auto"):
+            lines.append("  * is taken; `prefer`, `cost_table` and `projection` would change it")
+    waits = "for ever, and logs who is late" if group.exchange_timeout_s is None else f"up to {group.timeout_s:g} s"
+    lines.append(f"device memory of this rank: {device_bytes} bytes; an exchange waits for peers {waits}")
     return "\n".join(lines)

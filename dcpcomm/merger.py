@@ -235,15 +235,14 @@ class DCPMerger:
                 empty = empty_rows(tokens, self.device, valid_counts, seq_lens, query_start_loc)
                 if tokens == 0:
                     return self._nothing(out, rows, width, return_lse)
-                before = w_uv is not None and self._session.decision.projection_order(tokens) == "before"
+                before = w_uv is not None and self._session.decision.choice(tokens).projection == "before"
                 if before:
                     assert w_uv is not None
                     partial_out = project(partial_out, w_uv.whole)
                 lse = by_destination(clean_lse(partial_lse, empty), self.shape.scatter, self.group.size)
                 partials = by_destination(partial_out, self.shape.scatter, self.group.size)
             except Exception as error:
-                if not _has_no_rows(partial_out):
-                    stream.cancel(ordinal, error)
+                stream.cancel(ordinal, _rows_of(partial_out), error)
                 if isinstance(error, ShapeError):
                     raise ShapeError(f"rank {self.group.rank}: {error}") from None
                 raise
@@ -305,7 +304,7 @@ class DCPMerger:
             SelectionMismatch: another rank raised.
         """
         self._session.check_open()
-        orders = set(self._session.decision.projection.values())
+        orders = {choice.projection for choice in self._session.decision.choices}
         return GatheredWUV(self, w_uv_local, needs_full=self.shape.scatter != "heads" or "before" in orders)
 
     def wire_bytes(self, tokens: int, width: int) -> int:
@@ -323,15 +322,19 @@ class DCPMerger:
         return self._session.device_bytes
 
     @property
-    def transport(self) -> str | None:
-        """Name of the transport in use; None in a group of one rank."""
-        return self._session.decision.transport
+    def transports(self) -> list[str]:
+        """Names of the transports in use; none in a group of one rank."""
+        return self._session.decision.transports
+
+    def transport_for(self, tokens: int) -> str | None:
+        """The name of what carries a merge of `tokens` rows; None in a group of one rank."""
+        return self._session.decision.transport_for(tokens) or None
 
     def projection_order(self, tokens: int) -> str:
         """ "before" or "after": where `merge_and_project` projects, for a merge of `tokens` rows."""
-        if not self._session.decision.projection:
+        if self.shape.v_head_dim is None:
             raise ShapeError("the merger's shape has no v_head_dim: it projects nothing")
-        return self._session.decision.projection_order(tokens)
+        return self._session.decision.choice(tokens).projection
 
     def check(self) -> None:
         """Raise what went wrong since the merger was made or reset. Cheap; call it once per step, before sampling."""
@@ -399,6 +402,6 @@ class DCPMerger:
             )
 
 
-def _has_no_rows(partial_out: Any) -> bool:
-    """Whether the peers, who then have no rows either, don't exchange anything in this call."""
-    return isinstance(partial_out, torch.Tensor) and partial_out.dim() > 0 and partial_out.shape[0] == 0
+def _rows_of(partial_out: Any) -> int:
+    """B, as far as a call with wrong arguments has one."""
+    return int(partial_out.shape[0]) if isinstance(partial_out, torch.Tensor) and partial_out.dim() else 1

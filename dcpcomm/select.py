@@ -1,13 +1,12 @@
 """One decision, the same on all ranks.
 
-The bug this field keeps filing is ranks that choose differently and hang. Here every choice is a pure function of a
-record that rank 0 published and all ranks read (`Control.exchange`), so there is nothing left to choose differently
-by.
+The bug this field keeps filing is ranks that choose differently and hang. Here every choice is a function of a record
+that rank 0 published and all ranks read (`Control.exchange`), so there is nothing left to choose differently by.
 
-    fingerprint -> candidates -> import, declared, check -> prepare -> connect -> decision
+    fingerprint -> candidates -> import, declared, check -> prepare -> connect -> verify -> price -> decision
 
 A rank that raises in a stage reports "no" and its reason, and stays; the candidate is closed on every rank before the
-next one is tried.
+next one is tried. A transport whose connecting may hang does it first in child processes, which can be killed.
 """
 
 from __future__ import annotations
@@ -16,76 +15,32 @@ import json
 import os
 import uuid
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import asdict
+from typing import Any, TypeVar
 
 import torch
 
 import dcpcomm
-from dcpcomm import cost
 from dcpcomm.config import MergeConfig, config_fingerprint, options_for
-from dcpcomm.errors import ConfigError, SelectionMismatch, TransportUnavailable
+from dcpcomm.cost import CostTable, LinkClass, Price, buckets, load_cost_table
+from dcpcomm.decision import Choice, Decision, Fallen
+from dcpcomm.errors import ConfigError, SelectionMismatch, TransportUnavailable, VerificationFailed
 from dcpcomm.group import Group
-from dcpcomm.registry import load_transport, registered_transports
+from dcpcomm.registry import registered_transports, try_load
 from dcpcomm.topology import Facts, local_facts
-from dcpcomm.transport import MergeShape, MergeTransport, Verdict
+from dcpcomm.transport import MergeShape, MergeTransport, PeerMemoryTransport, Verdict
+from dcpcomm.trial import try_in_children
+from dcpcomm.verify import verify_transport
+from dcpcomm.workspace import Workspace
 
-__all__ = ["STAGES", "Decision", "Fallen", "candidate_names", "connect_transport", "select"]
+__all__ = ["candidate_names", "connect_transport", "select"]
 
-STAGES = ("import", "declared", "check", "prepare", "connect")
+T = TypeVar("T")
 _ENVIRONMENT_THAT_MATTERS = ("DCPCOMM_CONFIG", "DCPCOMM_TRANSPORT", "DCPCOMM_PLUGINS")
 
 
-@dataclass(frozen=True)
-class Fallen:
-    """Where a candidate fell: on which stage, on which rank first, why, and what would change that."""
-
-    stage: str
-    rank: int
-    reason: str
-    remedy: str = ""
-
-
-@dataclass(frozen=True)
-class Decision:
-    """What was decided, by rank 0, for all ranks; `describe` says why.
-
-    Attributes:
-        transport: the name of the one in use; None for a group of one rank.
-        candidates: names in the order in which they were considered.
-        fallen: candidate -> where it fell.
-        projection: upper end of a bucket of B -> "before" or "after"; empty where nothing is projected.
-        projection_origin: where the prices behind it came from: "model", or "config" where it was fixed.
-    """
-
-    transport: str | None
-    candidates: list[str] = field(default_factory=list)
-    fallen: dict[str, Fallen] = field(default_factory=dict)
-    projection: dict[int, str] = field(default_factory=dict)
-    projection_origin: str = "model"
-
-    def to_json(self) -> bytes:
-        return json.dumps(asdict(self)).encode()
-
-    @classmethod
-    def from_json(cls, raw: bytes) -> Decision:
-        value = json.loads(raw)
-        value["fallen"] = {name: Fallen(**fallen) for name, fallen in value["fallen"].items()}
-        value["projection"] = {int(bucket): order for bucket, order in value["projection"].items()}
-        return cls(**value)
-
-    def projection_order(self, tokens: int) -> str:
-        """ "before" or "after", for a merge of `tokens` rows."""
-        for bucket, order in self.projection.items():
-            if tokens <= bucket:
-                return order
-        return next(reversed(self.projection.values()))
-
-
 def candidate_names(config: MergeConfig) -> list[str]:
-    """The transports that `config` allows, in canonical order: the named one, the preferred ones, then the rest by
-    name.
-    """
+    """The transports that `config` allows, in canonical order: the named one, the preferred ones, the rest by name."""
     names = [] if config.transport == "auto" else [config.transport]
     if config.transport == "auto" or config.on_unavailable == "fallback":
         names += [*config.prefer, *registered_transports()]
@@ -93,79 +48,110 @@ def candidate_names(config: MergeConfig) -> list[str]:
 
 
 def select(
-    group: Group, shape: MergeShape, config: MergeConfig, device: torch.device
-) -> tuple[Decision, MergeTransport | None]:
-    """Agree on a transport and connect it. Collective over `group`.
+    group: Group, shape: MergeShape, config: MergeConfig, device: torch.device, workspace: Workspace
+) -> tuple[Decision, dict[str, MergeTransport]]:
+    """Agree on transports, connect and verify them. Collective over `group`.
 
     Returns:
-        the decision, and the connected transport (None for one rank).
+        the decision, and the connected transports that it uses, by name.
 
     Raises:
         SelectionMismatch: shapes, configs, versions or environments differ between ranks, naming the fields.
         TransportUnavailable: no candidate is left, with the reason of each; the same on every rank.
+        VerificationFailed: likewise, where one was left out because it delivered wrong bits.
         TransportTimeout: naming the ranks that did not arrive.
     """
     facts = local_facts(group.rank, group.size, device, group.loopback is not None)
-    _compare_fingerprints(group, shape, config, facts)
-    if group.size == 1:
-        return Decision(
-            None,
-            projection=_projection(shape, config, facts)[0],
-            projection_origin=_projection(shape, config, facts)[1],
-        ), None
-
-    candidates, fallen, classes = _screen(group, shape, config, facts)
-    transport: MergeTransport | None = None
-    for name in candidates:
-        if name in fallen:
-            continue
-        made = connect_transport(group, shape, config, classes.get(name), name)
-        if isinstance(made, Fallen):
-            fallen[name] = made
-            continue
-        transport = made
-        break
-
-    orders, origin = _projection(shape, config, facts)
-    mine = Decision(transport.name if transport is not None else None, candidates, fallen, orders, origin)
-    decision = Decision.from_json(
-        group.control.exchange(mine.to_json(), config.verify.deadline_s, "publishing the decision")[0]
-    )
-    if transport is None:
-        raise TransportUnavailable(_none_left(group.rank, config, decision))
-    return decision, transport
+    table = _agree_on_settings(group, shape, config, facts)
+    candidates: list[str] = []
+    fallen: dict[str, Fallen] = {}
+    standing: dict[str, MergeTransport] = {}
+    try:
+        if group.size > 1:
+            candidates, fallen, classes = _screen(group, shape, config, facts)
+            for name in candidates:
+                if name in fallen:
+                    continue
+                made = _establish(group, shape, config, classes[name], workspace)
+                if isinstance(made, Fallen):
+                    fallen[name] = made
+                    continue
+                standing[name] = made
+                if name == config.transport or name in config.prefer:
+                    break  # it was asked for, and it works: the others are only for when it doesn't
+        # Rank 0's view of the prices is the decision, as its view of everything else is.
+        mine = _priced(group, shape, config, table, candidates, fallen, list(standing), facts)
+        published = group.control.exchange(mine.to_json(), config.verify.deadline_s, "publishing the decision")
+        decision = Decision.from_json(published[0])
+    except BaseException:
+        for transport in standing.values():
+            _close(transport)
+        raise
+    for name, transport in list(standing.items()):
+        if name not in decision.transports:
+            _attempt(transport.close)
+            del standing[name]
+    if group.size > 1 and not standing:
+        wrong = any(one.wrong for one in decision.fallen.values())
+        raise (VerificationFailed if wrong else TransportUnavailable)(_none_left(group.rank, config, decision))
+    return decision, standing
 
 
 def connect_transport(
-    group: Group, shape: MergeShape, config: MergeConfig, cls: type[MergeTransport] | None, name: str
+    group: Group, shape: MergeShape, config: MergeConfig, cls: type[MergeTransport]
 ) -> MergeTransport | Fallen:
     """Construct, prepare and connect one transport on all ranks; closed on all where it fails on any. Collective."""
-    deadline = config.verify.deadline_s
+    deadline, name = config.verify.deadline_s, cls.name
     transport: MergeTransport | None = None
     try:
-        if cls is None:
-            raise TransportUnavailable(f"transport {name!r} is not registered on rank {group.rank}")
         transport = cls(group, shape, options_for(config, cls))
         posted = b"+" + transport.prepare()
     except Exception as error:  # whatever a plug-in raises is its reason; the ranks must stay together
         posted = b"-" + _reason(error).encode()
-    peers = group.control.exchange(posted, deadline, f"preparing transport {name!r}")
+    peers = _together(transport, lambda: group.control.exchange(posted, deadline, f"preparing transport {name!r}"))
     failed = [(rank, peer[1:].decode()) for rank, peer in enumerate(peers) if peer[:1] == b"-"]
-    if failed:
+    if failed or transport is None:
         _close(transport)
         return Fallen("prepare", *failed[0])
 
-    verdict = _attempt(lambda: transport.connect([peer[1:] for peer in peers]))  # type: ignore[union-attr]
-    outcomes = group.control.agree(verdict.ok, verdict.reason, deadline, f"connecting transport {name!r}")
+    def connect() -> None:
+        transport.connect([peer[1:] for peer in peers])
+        if isinstance(transport, PeerMemoryTransport):
+            transport.attach()
+
+    verdict = _attempt(connect)
+    outcomes = _together(
+        transport, lambda: group.control.agree(verdict.ok, verdict.reason, deadline, f"connecting transport {name!r}")
+    )
     for rank, outcome in enumerate(outcomes):
         if not outcome.ok:
             _close(transport)
             return Fallen("connect", rank, outcome.reason)
-    assert transport is not None
     return transport
 
 
-def _compare_fingerprints(group: Group, shape: MergeShape, config: MergeConfig, facts: Facts) -> None:
+def _establish(
+    group: Group, shape: MergeShape, config: MergeConfig, cls: type[MergeTransport], workspace: Workspace
+) -> MergeTransport | Fallen:
+    """Connect one transport and have it prove itself; closed on all ranks where it fails on any. Collective."""
+    if cls.capabilities.may_hang:
+        fallen = try_in_children(group, shape, config, cls)
+        if fallen is not None:
+            return fallen
+    transport = connect_transport(group, shape, config, cls)
+    if isinstance(transport, Fallen) or config.verify.level == "off":
+        return transport
+    connected = transport
+    fallen = _together(connected, lambda: verify_transport(connected, group, shape, config.verify, workspace))
+    if fallen is not None:
+        _close(connected)
+        return fallen
+    return connected
+
+
+def _agree_on_settings(group: Group, shape: MergeShape, config: MergeConfig, facts: Facts) -> CostTable:
+    """Raise `SelectionMismatch` unless all ranks came with the same settings; learn their hosts on the way."""
+    table = load_cost_table(config.cost_table)
     compared = {
         "dcpcomm version": dcpcomm.__version__,
         "torch version": torch.__version__,
@@ -177,39 +163,42 @@ def _compare_fingerprints(group: Group, shape: MergeShape, config: MergeConfig, 
     mine = json.dumps({"roster": uuid.uuid4().hex, "host": facts.host, "compared": compared}).encode()
     theirs = [json.loads(raw) for raw in group.control.exchange(mine, group.timeout_s, "constructing the merger")]
     group.hosts = [peer["host"] for peer in theirs]
+    group.roster = [peer["roster"] for peer in theirs]
     keys = sorted({key for peer in theirs for key in peer["compared"]})
     differing = [key for key in keys if len({peer["compared"].get(key) for peer in theirs}) > 1]
     if differing:
-        lines = [
-            f"  {key}: "
-            + ", ".join(f"rank {rank}: {peer['compared'].get(key, 'absent')}" for rank, peer in enumerate(theirs))
-            for key in differing
-        ]
+        lines = []
+        for key in differing:
+            values = (f"rank {rank}: {peer['compared'].get(key, 'absent')}" for rank, peer in enumerate(theirs))
+            lines.append(f"  {key}: {', '.join(values)}")
         raise SelectionMismatch(
             f"rank {group.rank}: the ranks came to this construction with different settings:\n"
             + "\n".join(lines)
             + "\nGive every rank of the group the same shape, configuration, versions and environment."
         )
+    return table
 
 
 def _screen(
     group: Group, shape: MergeShape, config: MergeConfig, facts: Facts
 ) -> tuple[list[str], dict[str, Fallen], dict[str, type[MergeTransport]]]:
-    """The local stages of all candidates at once: candidates, those fallen, and the classes that this "
-    "rank could load."""
+    """The local stages of all candidates at once: candidates, those fallen, and the classes of the others."""
     classes: dict[str, type[MergeTransport]] = {}
     verdicts: dict[str, tuple[str, str, str]] = {}
     for name in candidate_names(config):
+        group.control.note("doing", f"looking at transport {name!r}")
         stage = "import"
         try:
-            cls = load_transport(name)
-            stage, verdict = "declared", _declared(cls, name, group, shape, config, facts)
-            if verdict.ok:
-                classes[name] = cls
-                options_for(config, cls)
-                stage, verdict = "check", cls.check(facts)
+            cls, verdict = try_load(name)
+            if cls is not None:
+                stage, verdict = "declared", _declared(cls, name, group, shape, config, facts)
+                if verdict.ok:
+                    options_for(config, cls)
+                    stage, verdict = "check", cls.check(facts)
+                    classes[name] = cls
         except Exception as error:  # whatever a plug-in raises is its reason; the ranks must stay together
-            verdict = Verdict(False, _reason(error), "mend the configuration" if isinstance(error, ConfigError) else "")
+            remedy = "mend the configuration" if isinstance(error, ConfigError) else ""
+            verdict = Verdict(False, _reason(error), remedy)
         verdicts[name] = ("" if verdict.ok else stage, verdict.reason, verdict.remedy)
 
     posted = json.dumps(verdicts).encode()
@@ -217,10 +206,9 @@ def _screen(
     candidates = list(dict.fromkeys(name for verdicts in by_rank for name in verdicts))
     fallen: dict[str, Fallen] = {}
     for name in candidates:
+        absent = ("import", "it is not registered there", "install it on every rank")
         for rank, theirs in enumerate(by_rank):
-            stage, reason, remedy = theirs.get(
-                name, ("import", "not registered there", f"install it on rank {rank} too")
-            )
+            stage, reason, remedy = theirs.get(name, absent)
             if stage and name not in fallen:
                 fallen[name] = Fallen(stage, rank, reason, remedy)
     return candidates, fallen, classes
@@ -231,21 +219,17 @@ def _declared(
 ) -> Verdict:
     """What the transport says of itself, against what is asked of it."""
     can = cls.capabilities
+    hosts = len(set(group.hosts))
     if facts.device not in can.devices:
         return Verdict(False, f"works on {', '.join(can.devices)}; the merger is on {facts.device}")
     if shape.dtype not in can.dtypes:
         return Verdict(False, f"carries {', '.join(map(str, can.dtypes))}; the shape has {shape.dtype}")
     if not can.world_sizes[0] <= group.size <= can.world_sizes[1]:
         return Verdict(
-            False,
-            f"serves groups of {can.world_sizes[0]} to {can.world_sizes[1]} ranks; this group has {group.size}",
+            False, f"serves groups of {can.world_sizes[0]} to {can.world_sizes[1]} ranks; this group has {group.size}"
         )
-    if not can.multi_host and len(set(group.hosts)) > 1:
-        return Verdict(
-            False,
-            f"stays within one host; the group spans {len(set(group.hosts))}",
-            "use a transport for many hosts",
-        )
+    if not can.multi_host and hosts > 1:
+        return Verdict(False, f"stays within one host; the group spans {hosts}", "use a transport for many hosts")
     if shape.require_graph and not can.graph_capturable:
         return Verdict(False, "can't be captured in a CUDA graph; the shape has require_graph=True")
     if config.deterministic and not can.deterministic:
@@ -260,28 +244,108 @@ def _declared(
     return Verdict(True)
 
 
-def _projection(shape: MergeShape, config: MergeConfig, facts: Facts) -> tuple[dict[int, str], str]:
+def _priced(
+    group: Group,
+    shape: MergeShape,
+    config: MergeConfig,
+    table: CostTable,
+    candidates: list[str],
+    fallen: dict[str, Fallen],
+    standing: list[str],
+    facts: Facts,
+) -> Decision:
+    """The decision: for each bucket of B the cheapest transport, of at most `max_live` that stay connected."""
+    orders = _orders(shape, config)
+    link = _link(group, facts)
+
+    def prices_of(names: list[str], orders: tuple[str, ...]) -> dict[int, list[Price]]:
+        return {
+            tokens: sorted(
+                (table.price(name, shape, group.size, tokens, link, facts.device, orders) for name in names),
+                key=lambda price: price.us,
+            )
+            for tokens in buckets(shape.max_tokens)
+        }
+
+    names = standing or ([""] if group.size == 1 else [])
+    if not names:
+        return Decision(candidates, fallen)
+    prices = prices_of(names, orders)
+    if config.deterministic and len(orders) > 1:
+        # One order for every B: the one whose best merges cost least in sum.
+        alone = {order: prices_of(names, (order,)) for order in orders}
+        best = min(alone, key=lambda order: sum(row[0].us for row in alone[order].values()))
+        prices = alone[best]
+    live = _live(names, prices, config)
+    for name in names:
+        if name not in live:
+            others = " and ".join(live)
+            reason = f"at no B predicted to be cheaper than {others}"
+            if len(live) == config.max_live:
+                reason = f"not among the max_live={config.max_live} that together are cheapest over all B ({others})"
+            fallen[name] = Fallen("price", 0, reason, f"transport: {name}, or prefer it")
+    choices = []
+    for tokens, row in prices.items():
+        price = next(price for price in row if price.transport in live)
+        choices.append(Choice(tokens, price.transport, price.projection))
+    return Decision(candidates, fallen, choices, prices)
+
+
+def _live(names: list[str], prices: dict[int, list[Price]], config: MergeConfig) -> list[str]:
+    """At most `max_live` names: greedily those that lower the sum over buckets most, ties to the earlier one.
+
+    A transport that was named or preferred is taken without asking its price.
+    """
+    asked_for = [name for name in names if name == config.transport or name in config.prefer]
+    if asked_for:
+        return asked_for[:1]
+    by_bucket = [{price.transport: price.us for price in row} for row in prices.values()]
+    live: list[str] = []
+    while len(live) < min(config.max_live, len(names)):
+        rest = [name for name in names if name not in live]
+        sums = {name: sum(min(row[one] for one in [*live, name]) for row in by_bucket) for name in rest}
+        best = min(rest, key=lambda name: sums[name])
+        if live and sums[best] >= sum(min(row[one] for one in live) for row in by_bucket):
+            break  # one more connection would never be the cheaper one
+        live.append(best)
+    return live
+
+
+def _orders(shape: MergeShape, config: MergeConfig) -> tuple[str, ...]:
     if shape.v_head_dim is None:
-        return {}, "config"
-    if config.projection != "auto":
-        return {shape.max_tokens: config.projection}, "config"
-    return cost.projection_orders(shape, facts.world_size, cost.load_model(facts.place), config.deterministic), "model"
+        return ()
+    return ("before", "after") if config.projection == "auto" else (config.projection,)
+
+
+def _link(group: Group, facts: Facts) -> LinkClass:
+    if facts.place == "loopback":
+        return "process"
+    if len(set(group.hosts)) > 1:
+        return "network"
+    return "gpu" if facts.device == "cuda" else "host"
 
 
 def _none_left(rank: int, config: MergeConfig, decision: Decision) -> str:
-    named = config.transport != "auto" and config.on_unavailable == "error"
-    lines = [
-        f"  {name}: fell at {fallen.stage} on rank {fallen.rank}: {fallen.reason}"
-        + (f" ({fallen.remedy})" if fallen.remedy else "")
-        for name, fallen in decision.fallen.items()
-    ]
-    head = (
-        f"rank {rank}: transport {config.transport!r} was named and can't be used; `on_unavailable: "
-        "fallback` would try the others"
-        if named
-        else f"rank {rank}: no transport can serve this group"
-    )
+    lines = []
+    for name, fallen in decision.fallen.items():
+        remedy = f" ({fallen.remedy})" if fallen.remedy else ""
+        lines.append(f"  {name}: fell at {fallen.stage} on rank {fallen.rank}: {fallen.reason}{remedy}")
+    head = f"rank {rank}: no transport can serve this group"
+    if config.transport != "auto" and config.on_unavailable == "error":
+        head = (
+            f"rank {rank}: transport {config.transport!r} was named and can't be used; "
+            "`on_unavailable: fallback` would try the others"
+        )
     return "\n".join([head, *(lines or ["  no candidate: the configuration forbids all of them"])])
+
+
+def _together(transport: MergeTransport | None, step: Callable[[], T]) -> T:
+    """`step`, an agreement with the other ranks; where that fails, nobody will use the transport: close it."""
+    try:
+        return step()
+    except BaseException:
+        _close(transport)
+        raise
 
 
 def _attempt(step: Callable[[], Any]) -> Verdict:

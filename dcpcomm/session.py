@@ -10,12 +10,13 @@ import torch
 
 from dcpcomm.channel import Channel
 from dcpcomm.config import MergeConfig, load_config, options_for
+from dcpcomm.decision import Fallen
 from dcpcomm.errors import DCPCommError, TransportUnavailable
 from dcpcomm.group import Group
-from dcpcomm.select import Fallen, connect_transport, select
+from dcpcomm.select import connect_transport, select
 from dcpcomm.transport import MergeShape
 from dcpcomm.watchdog import Watchdog
-from dcpcomm.workspace import plan
+from dcpcomm.workspace import Workspace
 
 __all__ = ["Session"]
 
@@ -26,8 +27,7 @@ class Session:
     Attributes:
         group, shape, config, device: what it was made for.
         decision: what all ranks agreed on.
-        transport: connected; None in a group of one rank.
-        workspace: the framework's own device memory, uint8; None where the transport needs none.
+        transports: connected, by name; none in a group of one rank.
         channels: one per channel of the shape.
     """
 
@@ -44,20 +44,27 @@ class Session:
         watchdog = self.config.watchdog
         self.group.timeout_s = watchdog.timeout_s
         self.group.exchange_timeout_s = watchdog.timeout_s if watchdog.action == "raise" else None
-        self.decision, self.transport = select(self.group, shape, self.config, self.device)
+        self._workspace = Workspace(shape, self.group.size, self.device)
+        self.decision, self.transports = select(self.group, shape, self.config, self.device, self._workspace)
+        if not any(type(one).needs_workspace() for one in self.transports.values()):
+            self._workspace.release()
         self._watchdog = Watchdog(self.group.control, shape.channels, watchdog.timeout_s, watchdog.action, self)
-        self.workspace = self._allocate()
         self.channels = self._make_channels()
         self.closed = False
 
     @property
+    def workspace(self) -> torch.Tensor | None:
+        """The framework's own device memory, uint8; None where no transport in use needs it."""
+        return self._workspace.memory
+
+    @property
     def device_bytes(self) -> int:
-        """Bytes of device memory held, the transport's included."""
-        own = self.workspace.numel() if self.workspace is not None else 0
-        if self.transport is None:
-            return own
-        cls = type(self.transport)
-        return own + cls.device_bytes(self.shape, self.group.size, options_for(self.config, cls))
+        """Bytes of device memory held, the transports' included."""
+        total = self.workspace.numel() if self.workspace is not None else 0
+        for transport in self.transports.values():
+            cls = type(transport)
+            total += cls.device_bytes(self.shape, self.group.size, options_for(self.config, cls))
+        return total
 
     def check_open(self) -> None:
         """Raise `DCPCommError` where `close` was called."""
@@ -69,18 +76,18 @@ class Session:
         self.check_open()
         self.group.control.agree(True, "", self.group.timeout_s, "resetting the merger")
         self.group.control.note("raised", "")
-        if self.transport is not None:
-            self.transport.close()
-            self.group.generation += 1
-            cls, name = type(self.transport), self.transport.name
-            again = connect_transport(self.group, self.shape, self.config, cls, name)
+        for transport in self.transports.values():
+            transport.close()
+        self.group.generation += 1
+        for name, transport in self.transports.items():
+            again = connect_transport(self.group, self.shape, self.config, type(transport))
             if isinstance(again, Fallen):
                 self.close()
                 raise TransportUnavailable(
                     f"rank {self.group.rank}: reset could not connect {name!r} again: it fell at {again.stage} on "
                     f"rank {again.rank}: {again.reason}. The merger is closed; make a new one"
                 )
-            self.transport = again
+            self.transports[name] = again
         self.channels = self._make_channels()
 
     def close(self) -> None:
@@ -89,27 +96,20 @@ class Session:
             return
         self.closed = True
         self._watchdog.stop()
-        if self.transport is not None:
+        if self.transports:
             self.group.control.note("closed", "closed its merger")
-            self.transport.close()
-
-    def _allocate(self) -> torch.Tensor | None:
-        if self.transport is None or not type(self.transport).needs_workspace():
-            return None
-        with torch.inference_mode(False):  # an inference tensor could not be written outside of inference mode later
-            return torch.empty(plan(self.shape, self.group.size).total, dtype=torch.uint8, device=self.device)
+        for transport in self.transports.values():
+            transport.close()
 
     def _make_channels(self) -> list[Channel]:
-        regions: dict[str, torch.Tensor] = {}
-        if self.workspace is not None:
-            layout = plan(self.shape, self.group.size)
-            regions = {region.name: region.of(self.workspace) for region in layout.regions}
+        regions = self._workspace.regions() if self.workspace is not None else {}
         return [
             Channel(
                 index,
                 self.group,
                 self.shape,
-                self.transport,
+                self.decision,
+                self.transports,
                 self._watchdog,
                 regions.get(f"send[{index}]"),
                 regions.get(f"recv[{index}]"),

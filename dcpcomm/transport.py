@@ -262,13 +262,42 @@ class PeerBuffers:
 class PeerMemoryTransport(MergeTransport):
     """Maps memory of all ranks; the framework puts the rows, waits and combines.
 
-    A subclass implements `check`, `prepare`, `connect`, `map_symmetric` and `close`. The framework calls
-    `map_symmetric(peer_bytes(...))` once, after `connect`.
+    A subclass implements `check`, `prepare` (allocate `peer_bytes`, say how to open it), `connect` (open the peers'),
+    `map_symmetric` and `close`. It gets the exchange, its two slots, their order and its deadline for free.
     """
+
+    _engine: Any = None
+
+    @property
+    def peer_bytes(self) -> int:
+        """Bytes that every rank must offer to its peers."""
+        from dcpcomm.combine.host_put import slots_bytes
+
+        return slots_bytes(self.shape, self.group.size)
 
     @abstractmethod
     def map_symmetric(self, nbytes: int) -> PeerBuffers:
-        """The `nbytes` that `prepare` allocated, here and on every peer; zeroed."""
+        """The `nbytes` that `prepare` allocated, zeroed by their owner, here and on every peer. Called once, after
+        `connect`.
+        """
+
+    def attach(self) -> None:
+        """Build the framework's engine on the mapped memory. Called by the framework, after `connect`."""
+        from dcpcomm.combine.host_put import HostPut
+
+        self._engine = HostPut(self.group, self.shape, self.map_symmetric(self.peer_bytes))
+
+    def exchange(self, send: Any, channel: int, recv: torch.Tensor | None = None) -> Any:
+        return self._engine.exchange(send, channel)
+
+    def cancel(self, send: torch.Tensor, channel: int) -> None:
+        self._engine.cancel(send, channel)
+
+    @classmethod
+    def device_bytes(cls, shape: MergeShape, world_size: int, options: Any) -> int:
+        from dcpcomm.combine.host_put import slots_bytes
+
+        return slots_bytes(shape, world_size)
 
 
 def _names(values: tuple[Any, ...]) -> str:

@@ -10,7 +10,7 @@ import torch
 from dcpcomm.combine.wire import block_bytes
 from dcpcomm.transport import MergeShape
 
-__all__ = ["ALIGNMENT", "Region", "WorkspacePlan", "aligned", "block_capacity", "plan", "plan_bytes"]
+__all__ = ["ALIGNMENT", "Region", "Workspace", "WorkspacePlan", "aligned", "block_capacity", "plan", "plan_bytes"]
 
 ALIGNMENT = 128  # a cache line pair on the GPU: no region shares a line with another
 
@@ -67,11 +67,32 @@ def plan(shape: MergeShape, world_size: int) -> WorkspacePlan:
     return WorkspacePlan(regions, offset)
 
 
+class Workspace:
+    """The framework's own device memory of one merger: nothing until a transport needs it, then one allocation."""
+
+    def __init__(self, shape: MergeShape, world_size: int, device: torch.device) -> None:
+        self.plan = plan(shape, world_size)
+        self.memory: torch.Tensor | None = None
+        self._device = device
+
+    def regions(self) -> dict[str, torch.Tensor]:
+        """uint8 by name, "send[0]", "recv[0]", ...: one pair for each channel."""
+        if self.memory is None:
+            with torch.inference_mode(False):  # an inference tensor could not be written outside of inference mode
+                self.memory = torch.empty(self.plan.total, dtype=torch.uint8, device=self._device)
+        memory = self.memory
+        return {region.name: region.of(memory) for region in self.plan.regions}
+
+    def release(self) -> None:
+        """Give the memory back; the transports in use don't need it."""
+        self.memory = None
+
+
 def plan_bytes(shape: MergeShape, world_size: int, config: Any = None) -> int:
     """Device bytes that a merger of `shape` takes on each rank of a group of `world_size`.
 
-    Exact where `config` names a transport; with several candidates, the most that any of them takes. Temporaries of a
-    call (its result, a layout copy, a projection) come on top.
+    Exact where `config` names a transport; with several candidates, the most that `max_live` of them take together.
+    Temporaries of a call (its result, a layout copy, a projection) come on top.
 
     Args:
         config: as for `DCPMerger`.
@@ -81,19 +102,20 @@ def plan_bytes(shape: MergeShape, world_size: int, config: Any = None) -> int:
         ConfigError: as `load_config`.
     """
     from dcpcomm.config import load_config, options_for
-    from dcpcomm.errors import TransportUnavailable
-    from dcpcomm.registry import load_transport
+    from dcpcomm.registry import try_load
     from dcpcomm.select import candidate_names
 
-    own = plan(shape, world_size)
+    shape.check_world_size(world_size)
+    if world_size == 1:
+        return 0
     loaded = load_config(config)
-    largest = 0
-    for name in candidate_names(loaded) if world_size > 1 else ():
-        try:
-            transport = load_transport(name)
-        except TransportUnavailable:
+    own = 0
+    extra: list[int] = []
+    for name in candidate_names(loaded):
+        cls, _ = try_load(name)
+        if cls is None:
             continue
-        packed = own.total if transport.needs_workspace() else 0
-        extra = transport.device_bytes(shape, world_size, options_for(loaded, transport))
-        largest = max(largest, packed + extra)
-    return largest
+        if cls.needs_workspace():
+            own = plan(shape, world_size).total
+        extra.append(cls.device_bytes(shape, world_size, options_for(loaded, cls)))
+    return own + sum(sorted(extra, reverse=True)[: loaded.max_live])

@@ -23,6 +23,7 @@ __all__ = [
     "block_bytes",
     "payload_bytes",
     "row_bytes",
+    "wire_views",
 ]
 
 HEADER_WORDS = 4
@@ -81,6 +82,23 @@ class Header:
     def __str__(self) -> str:
         chunk = f", chunk {self.chunk}" if self.chunk else ""
         return f"call {self.ordinal}, tag {self.tag}, B={self.tokens}, width {self.width}{chunk}"
+
+
+def wire_views(
+    send: torch.Tensor, recv: torch.Tensor, world_size: int, rows: int, width: int, dtype: torch.dtype, ragged: bool
+) -> tuple[WireViews, WireViews]:
+    """Two regions of a workspace, uint8 `[nbytes]`, as N blocks of `rows` rows of `width` columns each.
+
+    Blocks to send lie back to back. So do those to receive, unless the transport is ragged: then each has an equal
+    share of the whole region, room for the largest message that may come.
+    """
+    w = row_bytes(width, dtype.itemsize)
+    compact = (1 + rows) * w
+    stride = recv.numel() // world_size if ragged else compact
+    with torch.inference_mode(False):  # views made in inference mode could not be written outside of it
+        sending = send.as_strided((world_size, 1 + rows, w), (compact, w, 1), send.storage_offset())
+        receiving = recv.as_strided((world_size, 1 + rows, w), (stride, w, 1), recv.storage_offset())
+        return WireViews(sending, width, dtype), WireViews(receiving, width, dtype)
 
 
 class WireViews:

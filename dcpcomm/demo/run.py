@@ -213,7 +213,7 @@ def run_rank(settings: Settings) -> RankReport:
                     orders=[report],
                     empty=attention.empty,
                     pairs=attention.pairs,
-                    transport=merger.transport,
+                    transport=merger.transport_for(batch),
                     explained=merger.explain(),
                 )
 

@@ -2,6 +2,16 @@
 
 from __future__ import annotations
 
+from dcpcomm.testing.faults import Fault, FaultyTransport, InjectedFault, Injection, RankDied, faulty
 from dcpcomm.testing.loopback import LoopbackRank, LoopbackWorld
 
-__all__ = ["LoopbackRank", "LoopbackWorld"]
+__all__ = [
+    "Fault",
+    "FaultyTransport",
+    "InjectedFault",
+    "Injection",
+    "LoopbackRank",
+    "LoopbackWorld",
+    "RankDied",
+    "faulty",
+]

@@ -100,11 +100,13 @@ class Office(defaultdict[tuple[int, int, int], "queue.SimpleQueue[Any]"]):
     """Queues of one merger by (channel, source, destination), one per key also when two threads ask at once.
 
     Attributes:
+        memory: by rank, what it offers to its peers (the peer family).
         poison: channel -> the rank that ran into its deadline there first, and what it said.
     """
 
     def __init__(self) -> None:
         super().__init__(None)
+        self.memory: dict[int, Any] = {}
         self.poison: dict[int, tuple[int, str]] = {}
         self._lock = threading.Lock()
 

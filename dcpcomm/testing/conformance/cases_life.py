@@ -1,0 +1,227 @@
+"""Cases about what goes wrong and what ends: mismatched calls, wrong calls, absent ranks, close, two mergers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dcpcomm.testing.conformance.case import Case, keeps_deadlines, ragged, sends_headers
+from dcpcomm.testing.conformance.judging import expect_raised, judge_merge, judge_script
+from dcpcomm.testing.conformance.partials import Partials
+from dcpcomm.testing.conformance.rank import Call, Rank, Script
+from dcpcomm.testing.conformance.scene import Scene
+
+__all__ = ["LIFE"]
+
+#: How long a merge may wait for a peer where a case is about that.
+SHORT_S = 2.0
+GRACE_S = 2.0
+TAGS = (41, 77)
+ROWS_OF = (11, 13)
+
+
+def rows(scene: Scene, b: int = 13) -> Partials:
+    return scene.partials(scene.generator(), b, scene.shape())
+
+
+def cut(partials: Partials, b: int) -> Partials:
+    return Partials(partials.outs[:, :b], partials.lses[:, :b], partials.base)
+
+
+def merge(at: Rank, merger: Any, b: int, **keywords: Any) -> Any:
+    """(out, lse) of the first `b` rows, on this machine's CPU."""
+    merged = merger.merge(*at.mine(cut(rows(at.scene), b)), return_lse=True, **keywords)
+    return tuple(t.cpu().clone() for t in merged)
+
+
+def judge_good(scene: Scene, got: list[Any], b: int, what: str) -> None:
+    judge_merge(scene, cut(rows(scene), b), got, "heads", what)
+
+
+def odd_tag(at: Rank) -> Any:
+    """The last rank comes with another tag; then all reset and go on."""
+    with at.merger(at.scene.shape()) as merger:
+        before = merge(at, merger, 5, tag=3)
+        met = at.attempt(merge, at, merger, 5, tag=TAGS[at.rank == at.size - 1])
+        merger.reset()
+        return before, met, merge(at, merger, 13, tag=3)
+
+
+def judge_odd_tag(scene: Scene, got: list[Any]) -> None:
+    judge_good(scene, [before for before, _, _ in got], 5, "the call before")
+    for rank, (_, met, _) in enumerate(got):
+        words = (*TAGS, f"rank {scene.n - 1}")
+        expect_raised(met, ("CallMismatch",), words, scene.deadline_s / 2, f"rank {rank}, tags {TAGS} met")
+    judge_good(scene, [after for _, _, after in got], 13, "the call after reset()")
+
+
+def odd_rows(at: Rank) -> Any:
+    """The last rank comes with another B, greater or smaller."""
+    met = []
+    with at.merger(at.scene.shape()) as merger:
+        for mine, others in (ROWS_OF, ROWS_OF[::-1]):
+            met.append(at.attempt(merge, at, merger, mine if at.rank == at.size - 1 else others))
+            merger.reset()
+        return met, merge(at, merger, 13)
+
+
+def judge_odd_rows(scene: Scene, got: list[Any]) -> None:
+    for rank, (met, _) in enumerate(got):
+        for error in met:
+            words = (*ROWS_OF, f"rank {scene.n - 1}")
+            expect_raised(error, ("CallMismatch",), words, scene.deadline_s / 2, f"rank {rank}, B {ROWS_OF} met")
+    judge_good(scene, [after for _, after in got], 13, "the call after reset()")
+
+
+def wrong_on_one(at: Rank) -> Any:
+    """Rank 0's argument is wrong, the others' are right; first they call while it raises, then it has raised."""
+    tells = at.scene.capabilities.ragged and not sends_headers(at.scene)
+    met = []
+    with at.merger(at.scene.shape(), at.scene.deadline_s if tells else SHORT_S) as merger:
+        good = merge(at, merger, 5)
+        out, lse = at.mine(cut(rows(at.scene), 5))
+        for raised_first in (False, True):
+            if at.rank == 0:
+                met.append(at.attempt(merger.merge, out, lse.double()))
+            if raised_first:
+                at.meet()
+            if at.rank != 0:
+                met.append(at.attempt(merger.merge, out, lse))
+            if not tells:  # they were left to their deadline, and the channel is spent
+                at.meet()
+                merger.reset()
+        return good, met, merge(at, merger, 13)
+
+
+def judge_wrong_on_one(scene: Scene, got: list[Any]) -> None:
+    tells = scene.capabilities.ragged and not sends_headers(scene)
+    judge_good(scene, [good for good, _, _ in got], 5, "the call before")
+    for rank, (_, met, _) in enumerate(got):
+        for error in met:
+            where = f"rank {rank}, rank 0's LSE being float64"
+            if rank == 0:
+                expect_raised(error, ("ShapeError",), ("float64",), 1.0, where)
+            elif tells:
+                words = ("float64", "rank 0")
+                expect_raised(error, ("CallMismatch",), words, scene.deadline_s / 2, where)
+            else:
+                kinds = ("TransportTimeout", "CallMismatch")
+                expect_raised(error, kinds, ("rank 0",), SHORT_S + GRACE_S, where)
+    judge_good(scene, [after for _, _, after in got], 13, "the call after")
+
+
+def absent(at: Rank) -> Any:
+    """The last rank makes no call until the others have given it up."""
+    met = None
+    with at.merger(at.scene.shape(), SHORT_S) as merger:
+        before = merge(at, merger, 5)
+        if at.rank != at.size - 1:
+            met = at.attempt(merge, at, merger, 5)
+        at.meet()
+        merger.reset()
+        return before, met, merge(at, merger, 13)
+
+
+def judge_absent(scene: Scene, got: list[Any]) -> None:
+    judge_good(scene, [before for before, _, _ in got], 5, "the call before")
+    for rank, (_, met, _) in enumerate(got[:-1]):
+        where = f"rank {rank}, rank {scene.n - 1} being absent, with a deadline of {SHORT_S:g} s"
+        expect_raised(met, ("TransportTimeout",), (f"rank {scene.n - 1}",), SHORT_S + GRACE_S, where)
+    judge_good(scene, [after for _, _, after in got], 13, "the call after reset()")
+
+
+def close_and_again(at: Rank) -> Any:
+    """Close twice, one merger unused; build again on the same group, and have two at once."""
+    unused = at.merger(at.scene.shape())
+    unused.close()
+    unused.close()
+    merger = at.merger(at.scene.shape())
+    first = merge(at, merger, 5)
+    merger.close()
+    merger.close()
+    refused = at.attempt(merge, at, merger, 5)
+    with at.merger(at.scene.shape()) as again:
+        return first, refused, merge(at, again, 13)
+
+
+def judge_close_and_again(scene: Scene, got: list[Any]) -> None:
+    judge_good(scene, [first for first, _, _ in got], 5, "the first merger")
+    for rank, (_, refused, _) in enumerate(got):
+        expect_raised(refused, ("DCPCommError",), ("closed",), 1.0, f"rank {rank}: a merge after close()")
+    judge_good(scene, [again for _, _, again in got], 13, "the merger after it")
+
+
+def interleaved_scripts(scene: Scene) -> tuple[Script, Script]:
+    """Same B, tag and width for both mergers: nothing but the merger tells their rows apart."""
+    shape, rng = scene.shape(), scene.generator()
+    calls = [[Call(scene.partials(rng, 3, shape)) for _ in range(4)] for _ in range(2)]
+    return Script(shape, tuple(calls[0])), Script(shape, tuple(calls[1]))
+
+
+def two_mergers(at: Rank) -> Any:
+    scripts = interleaved_scripts(at.scene)
+    results: tuple[list[Any], list[Any]] = [], []
+
+    def take(k: int, i: int, merger: Any) -> None:
+        out, lse, keywords = scripts[k].calls[i].arguments(at)
+        merged = merger.merge(out, lse, return_lse=True, **keywords)
+        results[k].append(tuple(t.cpu().clone() for t in merged))
+
+    with at.merger(scripts[0].shape) as a:
+        with at.merger(scripts[1].shape) as b:
+            take(0, 0, a)
+            for i in range(3):
+                take(1, i, b)
+                take(0, i + 1, a)
+            take(1, 3, b)
+        after = merge(at, a, 13)  # the other one is closed
+    return (*results, after)
+
+
+def judge_two_mergers(scene: Scene, got: list[Any]) -> None:
+    for k, script in enumerate(interleaved_scripts(scene)):
+        judge_script(scene, script, [results[k] for results in got])
+    judge_good(scene, [after for _, _, after in got], 13, "after the other merger's close()")
+
+
+LIFE: tuple[Case, ...] = (
+    Case(
+        name="tag-mismatch-named",
+        proves="ranks that meet with different tags raise CallMismatch naming both, and never merge",
+        rank_function=odd_tag,
+        judge=judge_odd_tag,
+        claim=sends_headers,
+    ),
+    Case(
+        name="rows-mismatch-named",
+        proves="ranks that meet with different B raise CallMismatch naming both, and never merge",
+        rank_function=odd_rows,
+        judge=judge_odd_rows,
+        claim=ragged,
+    ),
+    Case(
+        name="wrong-call-on-one-rank",
+        proves="a rank whose call raises doesn't leave the others waiting, and the next call is right",
+        rank_function=wrong_on_one,
+        judge=judge_wrong_on_one,
+        claim=keeps_deadlines,
+    ),
+    Case(
+        name="absent-rank-named",
+        proves="a rank that doesn't call is named at the deadline, and reset() makes the merger whole",
+        rank_function=absent,
+        judge=judge_absent,
+        claim=keeps_deadlines,
+    ),
+    Case(
+        name="close-and-construct-again",
+        proves="close() is safe twice and before any merge; the group serves again after it",
+        rank_function=close_and_again,
+        judge=judge_close_and_again,
+    ),
+    Case(
+        name="two-mergers",
+        proves="two mergers of one group keep their rows apart, and closing one leaves the other whole",
+        rank_function=two_mergers,
+        judge=judge_two_mergers,
+    ),
+)

@@ -1,0 +1,56 @@
+"""Soaks remembered: which transports have proven themselves on this machine, with these libraries.
+
+One file per verdict, in `DCPCOMM_CACHE_DIR` (default `~/.cache/dcpcomm`). A verdict counts for exactly the machine,
+group size, code and versions that it was found with, and only where every rank of a group holds it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import inspect
+import json
+import os
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from dcpcomm.transport import MergeTransport
+
+if TYPE_CHECKING:
+    from dcpcomm.group import Group
+
+__all__ = ["cache_dir", "holds", "key_of", "remember"]
+
+
+def cache_dir() -> Path:
+    """Where dcpcomm keeps what it may forget."""
+    home = os.environ.get("DCPCOMM_CACHE_DIR")
+    return Path(home) if home else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dcpcomm"
+
+
+def key_of(transport: MergeTransport, group: Group) -> str:
+    """A name for (transport, its source, machine, GPUs, group size, torch): whatever may change a verdict."""
+    try:
+        source = inspect.getsource(inspect.getmodule(type(transport)) or type(transport))
+    except (OSError, TypeError):
+        source = repr(type(transport))
+    facts = [transport.name, source, sorted(set(group.hosts)), group.size, torch.__version__, torch.version.cuda]
+    if torch.cuda.is_available():
+        facts += [str(torch.cuda.get_device_properties(i).uuid) for i in range(torch.cuda.device_count())]
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
+
+
+def holds(key: str) -> bool:
+    """Whether this machine remembers a soak that found nothing wrong."""
+    return (cache_dir() / "soaks" / f"{key}.json").is_file()
+
+
+def remember(key: str) -> None:
+    """Remember a soak; where the cache can't be written, it is simply run again next time."""
+    with contextlib.suppress(OSError):
+        folder = cache_dir() / "soaks"
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"{key}.json").write_text(json.dumps({"at": time.time()}), encoding="utf-8")

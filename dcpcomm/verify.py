@@ -1,0 +1,245 @@
+"""Proof at construction: a transport is used only after every bit of what it was given arrived, here, today.
+
+Every word sent is a function of (source, destination, round, place), so whatever arrives wrong can be told: a word of
+an earlier round is stale, a word of another place is shifted. The rows travel through the very calls and buffers that
+merges use, back to back, with one rank late. A transport that can tear a message (`Capabilities.soak_bytes`) also
+sends a soak; its verdict is remembered on each machine and counts only where all ranks remember it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from dcpcomm import pattern, verdicts
+from dcpcomm.combine.wire import row_bytes, wire_views
+from dcpcomm.decision import Fallen
+from dcpcomm.errors import TransportTimeout
+from dcpcomm.group import Group
+from dcpcomm.reference import merge_partials
+from dcpcomm.transport import MergeShape, MergeTransport
+from dcpcomm.workspace import Workspace
+
+if TYPE_CHECKING:
+    from dcpcomm.config import VerifyConfig
+
+__all__ = ["Load", "load_of", "verify_transport"]
+
+_QUICK, _STANDARD = 4, 12  # rounds
+_BLOCK_LIMIT = 1 << 18  # bytes of a block, unless it takes more for a single row or a soak
+_SOAK_BLOCK_LIMIT = 1 << 22
+_SOAK_DEFAULT = 1 << 30
+_POISON = 0xA5
+_WRONG = "wrong bits: "
+
+
+class _Wrong(Exception):
+    """Something else arrived than was sent."""
+
+
+@dataclass(frozen=True)
+class Load:
+    """How much a verification sends: `rounds` back to back, and then on until `nbytes` have been sent by each rank."""
+
+    rounds: int
+    nbytes: int
+    block_limit: int
+
+
+def load_of(level: str, soak_bytes: int, remembered: bool) -> Load:
+    """What `level` asks of a transport that declares `soak_bytes`; `remembered`: all ranks hold an earlier soak's
+    verdict.
+    """
+    if level == "soak" or (level == "standard" and soak_bytes and not remembered):
+        return Load(_STANDARD, soak_bytes or _SOAK_DEFAULT, _SOAK_BLOCK_LIMIT)
+    return Load(_QUICK if level == "quick" else _STANDARD, 0, _BLOCK_LIMIT)
+
+
+def verify_transport(
+    transport: MergeTransport, group: Group, shape: MergeShape, config: VerifyConfig, workspace: Workspace
+) -> Fallen | None:
+    """Have a connected transport prove itself. Collective over `group`.
+
+    Returns:
+        None where every rank found every bit right, else on which rank first, and what. The same on every rank.
+    """
+    name = transport.name
+    key = verdicts.key_of(transport, group)
+    held = group.control.agree(verdicts.holds(key), "", config.deadline_s, f"recalling soaks of {name!r}")
+    load = load_of(config.level, transport.capabilities.soak_bytes, all(one.ok for one in held))
+    patience = group.exchange_timeout_s
+    verdict = (True, "")
+    try:
+        if transport.fused_merge is not None:
+            _check_merges(transport, group, shape, load)
+        else:
+            _check_rows(transport, group, shape, load, config.deadline_s, workspace)
+    except _Wrong as found:
+        verdict = (False, f"{_WRONG}{found}")
+    except TransportTimeout as error:
+        verdict = (False, f"could not verify: {error}")
+    except Exception as error:  # whatever a plug-in raises is its reason; the ranks must stay together
+        verdict = (False, f"could not verify: {type(error).__name__}: {error}")
+    finally:
+        group.exchange_timeout_s = patience
+    outcomes = group.control.agree(*verdict, config.deadline_s, f"verifying transport {name!r}")
+    failed = [(rank, one.reason) for rank, one in enumerate(outcomes) if not one.ok]
+    if not failed:
+        if load.nbytes:
+            verdicts.remember(key)
+        return None
+    # A rank that saw wrong bits knows more than one that merely waited for it.
+    rank, reason = next((one for one in failed if one[1].startswith(_WRONG)), failed[0])
+    wrong = reason.startswith(_WRONG)
+    remedy = "don't use it on this machine" if wrong else "look at that rank's log; is its process alive?"
+    return Fallen("verify", rank, reason, remedy, wrong)
+
+
+def _check_rows(
+    transport: MergeTransport, group: Group, shape: MergeShape, load: Load, deadline_s: float, workspace: Workspace
+) -> None:
+    width = max(shape.widths)
+    shuffle = random.Random(0)  # the same on all ranks: which one is late, and how many rows there are
+    ends = time.monotonic() + deadline_s
+    sent = 0
+    sizes = _sizes(shape, group.size, width, load)
+    for number in itertools.count():
+        if number >= load.rounds and sent >= load.nbytes:
+            return
+        # What is left of the deadline, so that a rank that waits and one that waits for it give up together.
+        group.exchange_timeout_s = ends - time.monotonic()
+        if group.exchange_timeout_s <= 0:
+            raise TransportTimeout(f"{deadline_s:g} s were over after {number} rounds, {sent} of {load.nbytes} bytes")
+        tokens = sizes[number % len(sizes)]
+        late = shuffle.randrange(4 * group.size)
+        if late == group.rank:
+            time.sleep(0.002)
+        channel = number % shape.channels
+        if transport.capabilities.layout == "view":
+            sent += _round_of_views(transport, group, shape, number, channel, tokens, width)
+        else:
+            sent += _round_of_blocks(transport, group, shape, number, channel, tokens, width, workspace)
+
+
+def _sizes(shape: MergeShape, n: int, width: int, load: Load) -> list[int]:
+    """Rows of the rounds in turn: few, many, few, some. All that a block may hold, as far as the limit goes."""
+    row = row_bytes(width, shape.dtype.itemsize)
+    unit = n if shape.scatter == "tokens" else 1
+    most = shape.tokens_per_exchange(n)
+    rows_of_unit = max(1, shape.rows_per_destination(unit, n))
+    fits = max(1, load.block_limit // (row * rows_of_unit)) * unit
+    most = min(most, fits)
+    if load.nbytes:
+        return [unit, most, most, most]
+    return [unit, most, unit, max(unit, most // 2 // unit * unit)]
+
+
+def _round_of_blocks(
+    transport: MergeTransport,
+    group: Group,
+    shape: MergeShape,
+    number: int,
+    channel: int,
+    tokens: int,
+    width: int,
+    workspace: Workspace,
+) -> int:
+    n, rows = group.size, shape.rows_per_destination(tokens, group.size)
+    regions = workspace.regions()
+    views = wire_views(
+        regions[f"send[{channel}]"],
+        regions[f"recv[{channel}]"],
+        n,
+        rows,
+        width,
+        shape.dtype,
+        transport.capabilities.ragged,
+    )
+    send, recv = (one.blocks for one in views)
+    nbytes = (1 + rows) * send.shape[2]
+    for destination in range(n):
+        send[destination].view(-1).copy_(pattern.block(nbytes, group.rank, destination, number))
+    recv.fill_(_POISON)
+    arrived = transport.exchange(send, channel, recv=recv)
+    if tuple(arrived.shape) != tuple(send.shape):
+        raise _Wrong(f"exchange returned shape {tuple(arrived.shape)}; expected {tuple(send.shape)}")
+    for source in range(n):
+        _compare(arrived[source].reshape(-1), source, group, number, send.shape[2])
+    return n * nbytes
+
+
+def _round_of_views(
+    transport: MergeTransport, group: Group, shape: MergeShape, number: int, channel: int, tokens: int, width: int
+) -> int:
+    n = group.size
+    t, h = shape.result_rows(tokens, n)
+    size = t * h * width * shape.dtype.itemsize
+
+    def fields(source: int, destination: int) -> tuple[torch.Tensor, torch.Tensor]:
+        raw = pattern.block(size + 4 * t * h, source, destination, number)
+        return raw[:size].view(shape.dtype).view(t, h, width), raw[size:].view(torch.float32).view(t, h)
+
+    outs, lses = zip(*(fields(group.rank, destination) for destination in range(n)), strict=True)
+    got_out, got_lse = transport.exchange((torch.stack(outs, 1), torch.stack(lses, 1)), channel)
+    for source in range(n):
+        parts = (got_out[:, source].contiguous(), got_lse[:, source].contiguous())
+        raw = torch.cat([part.view(-1).view(torch.uint8) for part in parts])
+        _compare(raw, source, group, number, width * shape.dtype.itemsize)
+    return n * (size + 4 * t * h)
+
+
+def _compare(got: torch.Tensor, source: int, group: Group, number: int, row: int) -> None:
+    """Raise `_Wrong` with the first wrong word of `got`, uint8, and what that word is."""
+    want = pattern.block(got.numel(), source, group.rank, number)
+    got = got.cpu()
+    if torch.equal(got, want):
+        return
+    words_got, words_want = pattern.words(got), pattern.words(want)
+    wrong = (words_got != words_want).nonzero().flatten()
+    first = int(wrong[0])
+    value = int(words_got[first])
+    at, inside = divmod(first * 4, row)
+    what = pattern.describe(value, first, source, group.rank, number, group.size, words_want.numel(), _POISON)
+    raise _Wrong(
+        f"rank {group.rank} got {wrong.numel()} wrong words of {words_want.numel()} from rank {source} in "
+        f"round {number}; "
+        f"the first in row {at}, byte {inside}: wanted 0x{int(words_want[first]) & 0xFFFFFFFF:08x}, got "
+        f"0x{value & 0xFFFFFFFF:08x}, {what}"
+    )
+
+
+def _check_merges(transport: MergeTransport, group: Group, shape: MergeShape, load: Load) -> None:
+    """For a transport that merges by itself: random partials, which every rank can make, against the oracle."""
+    n, width = group.size, max(shape.widths)
+    ulp = 2.0 ** {torch.float16: -10, torch.bfloat16: -7, torch.float32: -20}[shape.dtype]
+    for number, tokens in zip(range(load.rounds), itertools.cycle(_sizes(shape, n, width, load)), strict=False):
+        generator = torch.Generator().manual_seed(number)
+        outs = torch.randn(n, tokens, shape.num_heads, width, generator=generator).to(shape.dtype)
+        lses = torch.randn(n, tokens, shape.num_heads, generator=generator)
+        lses[torch.rand(lses.shape, generator=generator) < 0.1] = -torch.inf
+        outs[lses == -torch.inf] = torch.nan
+        device = _device_of(transport)
+        out, lse = transport.fused_merge(
+            outs[group.rank].to(device), lses[group.rank].to(device), number % shape.channels
+        )
+        want_out, want_lse = merge_partials(outs, lses, lse_base=shape.lse_base, scatter=shape.scatter)
+        for what, got, want in (("out", out, want_out[group.rank]), ("lse", lse, want_lse[group.rank])):
+            got = got.cpu().double().reshape(want.shape)
+            close = torch.isclose(got, want, rtol=2 * ulp if what == "out" else 1e-5, atol=ulp)
+            if not bool(close.all()):
+                place = tuple(int(i) for i in (~close).nonzero()[0])
+                raise _Wrong(
+                    f"rank {group.rank}, round {number}: merged {what} at {place} is {float(got[place])}, "
+                    "the oracle says "
+                    f"{float(want[place])}; {int((~close).sum())} of {close.numel()} are wrong"
+                )
+
+
+def _device_of(transport: MergeTransport) -> torch.device:
+    """Where a transport's rows live."""
+    return torch.device("cuda" if "cuda" in transport.capabilities.devices and torch.cuda.is_available() else "cpu")
