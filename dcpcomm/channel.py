@@ -236,12 +236,20 @@ class Channel:
             "call may follow"
         )
 
-    def _timed_out(self, transport: MergeTransport, error: TransportTimeout, call: Header) -> TransportTimeout:
-        words = self._watchdog.last_words(error.ranks)
+    def _timed_out(self, transport: MergeTransport, error: TransportTimeout, call: Header) -> DCPCommError:
+        rank = self._group.rank
         self._group.control.note("raised", f"raised in {call} on channel {self.index}: {error}")
+        for late in error.ranks:
+            # With another B it may be waiting over another transport, where its header can't be met.
+            theirs = self._watchdog.call_of(late, self.index)
+            if theirs is not None and theirs.ordinal == call.ordinal and theirs != call:
+                return CallMismatch(
+                    f"rank {rank}: ranks waited in different calls on channel {self.index}: rank {rank} in {call}; "
+                    f"rank {late} in {theirs}. Nothing was merged"
+                )
         return TransportTimeout(
-            f"rank {self._group.rank}: {call} on channel {self.index} over {transport.name!r}: {error}. "
-            f"Last heard: {words}",
+            f"rank {rank}: {call} on channel {self.index} over {transport.name!r}: {error}. "
+            f"Last heard: {self._watchdog.last_words(error.ranks)}",
             error.ranks,
         )
 

@@ -11,28 +11,33 @@ import contextlib
 import pickle
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from dcpcomm.errors import DCPCommError, SelectionMismatch, ShapeError, TransportTimeout
 
-__all__ = ["Control", "Group", "Outcome"]
+__all__ = ["Control", "Group", "Outcome", "first_failure"]
 
 _GRACE_S = 1.5  # how much longer a rank waits for the record than rank 0 waits for the ranks
 
 
-class Outcome(tuple[bool, str]):
-    """(ok, reason) of one rank in one step."""
+class Outcome(NamedTuple):
+    """What one rank reported of one step, and after how many seconds of its own."""
 
-    __slots__ = ()
+    ok: bool
+    reason: str = ""
+    seconds: float = 0.0
 
-    def __new__(cls, ok: bool, reason: str = "") -> Outcome:
-        return super().__new__(cls, (ok, reason))
 
-    ok = property(lambda self: self[0])
-    reason = property(lambda self: self[1])
+def first_failure(outcomes: list[Outcome]) -> tuple[int, str] | None:
+    """(rank, reason) of the rank that failed first: the later ones often failed only because they waited for it."""
+    failed = [(outcome.seconds, rank) for rank, outcome in enumerate(outcomes) if not outcome.ok]
+    if not failed:
+        return None
+    _, rank = min(failed)
+    return rank, outcomes[rank].reason
 
 
 class Control:
@@ -62,9 +67,9 @@ class Control:
         """
         return self._run((True, payload), deadline_s, what)
 
-    def agree(self, ok: bool, reason: str = "", deadline_s: float | None = None, what: str = "a step") -> list[Outcome]:
-        """Every rank's (ok, reason), by rank. Raises as `exchange`."""
-        outcomes = self.exchange(pickle.dumps((ok, reason)), deadline_s, what)
+    def agree(self, mine: Outcome, deadline_s: float | None = None, what: str = "a step") -> list[Outcome]:
+        """Every rank's outcome of the step before, by rank. Raises as `exchange`."""
+        outcomes = self.exchange(pickle.dumps(tuple(mine)), deadline_s, what)
         return [Outcome(*pickle.loads(outcome)) for outcome in outcomes]
 
     def fail(self, reason: str) -> None:

@@ -12,6 +12,7 @@ from dcpcomm.arguments import check_out, check_partials, check_tag
 from dcpcomm.channel import Channel
 from dcpcomm.combine.torch_engine import by_destination, clean_lse
 from dcpcomm.combine.wire import Header, block_bytes
+from dcpcomm.decision import Decision
 from dcpcomm.errors import ShapeError
 from dcpcomm.explain import describe
 from dcpcomm.projection import GatheredWUV, project
@@ -320,6 +321,11 @@ class DCPMerger:
     def device_bytes(self) -> int:
         """Bytes of device memory that this merger and its transport hold; what `plan_bytes` predicted."""
         return self._session.device_bytes
+
+    @property
+    def decision(self) -> Decision:
+        """What all ranks agreed on, as data; `explain` puts it in words."""
+        return self._session.decision
 
     @property
     def transports(self) -> list[str]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 import uuid
 from collections.abc import Callable
 from dataclasses import asdict
@@ -25,7 +26,7 @@ from dcpcomm.config import MergeConfig, config_fingerprint, options_for
 from dcpcomm.cost import CostTable, LinkClass, Price, buckets, load_cost_table
 from dcpcomm.decision import Choice, Decision, Fallen
 from dcpcomm.errors import ConfigError, SelectionMismatch, TransportUnavailable, VerificationFailed
-from dcpcomm.group import Group
+from dcpcomm.group import Group, Outcome, first_failure
 from dcpcomm.registry import registered_transports, try_load
 from dcpcomm.topology import Facts, local_facts
 from dcpcomm.transport import MergeShape, MergeTransport, PeerMemoryTransport, Verdict
@@ -119,14 +120,14 @@ def connect_transport(
         if isinstance(transport, PeerMemoryTransport):
             transport.attach()
 
+    started = time.monotonic()
     verdict = _attempt(connect)
-    outcomes = _together(
-        transport, lambda: group.control.agree(verdict.ok, verdict.reason, deadline, f"connecting transport {name!r}")
-    )
-    for rank, outcome in enumerate(outcomes):
-        if not outcome.ok:
-            _close(transport)
-            return Fallen("connect", rank, outcome.reason)
+    mine = Outcome(verdict.ok, verdict.reason, time.monotonic() - started)
+    outcomes = _together(transport, lambda: group.control.agree(mine, deadline, f"connecting transport {name!r}"))
+    failure = first_failure(outcomes)
+    if failure is not None:
+        _close(transport)
+        return Fallen("connect", *failure)
     return transport
 
 

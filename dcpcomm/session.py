@@ -74,7 +74,7 @@ class Session:
     def reset(self) -> None:
         """Close the transport and connect it anew, on all ranks; every channel begins again."""
         self.check_open()
-        self.group.control.agree(True, "", self.group.timeout_s, "resetting the merger")
+        self.group.control.exchange(b"", self.group.timeout_s, "resetting the merger")
         self.group.control.note("raised", "")
         for transport in self.transports.values():
             transport.close()

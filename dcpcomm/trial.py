@@ -10,18 +10,21 @@ connect and verify among themselves; at the deadline all are killed together, an
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import os
 import pickle
+import select
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -35,6 +38,7 @@ if TYPE_CHECKING:
 
 __all__ = ["try_in_children"]
 
+_GRACE_S = 2.0  # for a verdict that was reached at the deadline to get through
 _START_S = 60.0  # for a child to import torch and the transport, before the clock of the trial starts
 
 
@@ -55,6 +59,14 @@ class _Task:
     parent: int
 
 
+@dataclass(frozen=True)
+class _Ending:
+    """How one child ended: with what it agreed on with the others (None: nothing was wrong), or `lost`, and how."""
+
+    fallen: Fallen | None = None
+    lost: str = ""
+
+
 def try_in_children(group: Group, shape: MergeShape, config: MergeConfig, cls: type[MergeTransport]) -> Fallen | None:
     """None where all children connected and verified `cls`; else where it fell first. Collective over `group`."""
     name = cls.name
@@ -71,50 +83,110 @@ def try_in_children(group: Group, shape: MergeShape, config: MergeConfig, cls: t
     address, port = met.split()
     device = f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_available() else "cpu"
     target = f"{cls.__module__}:{cls.__qualname__}"
+    # Halved: connecting and verifying each get their share of the deadline, at whose end the child is killed.
+    half = config.verify.model_copy(update={"deadline_s": config.verify.deadline_s / 2})
+    config_of_child = config.model_copy(update={"verify": half})
     task = _Task(
-        name, target, group.rank, group.size, address, int(port), group.hosts, shape, config, device, os.getpid()
+        name,
+        target,
+        group.rank,
+        group.size,
+        address,
+        int(port),
+        group.hosts,
+        shape,
+        config_of_child,
+        device,
+        os.getpid(),
     )
-    ok, reason = _run_child(task, config.verify.deadline_s + _START_S)
+    ending = _run_child(task, config.verify.deadline_s + _GRACE_S)
+    # A parent whose child fell at once waits for one whose child is still starting.
     patience = config.verify.deadline_s + _START_S
-    outcomes = group.control.agree(ok, reason, patience, f"trying transport {name!r} in child processes")
-    failed = [(rank, outcome.reason) for rank, outcome in enumerate(outcomes) if not outcome.ok]
-    if not failed:
+    endings = group.control.exchange(pickle.dumps(ending), patience, f"trying transport {name!r} in child processes")
+    return _culprit([pickle.loads(one) for one in endings])
+
+
+def _culprit(endings: list[_Ending]) -> Fallen | None:
+    """The verdict on all children. A rank that hung or died explains what the others say of having waited for it."""
+    fallen = [ending.fallen for ending in endings if ending.fallen is not None]
+    wrong = [one for one in fallen if one.wrong]
+    lost = [(rank, ending.lost) for rank, ending in enumerate(endings) if ending.lost]
+    if wrong or (fallen and not lost):
+        chosen = (wrong or fallen)[0]
+        return replace(chosen, reason=f"in a child process: {chosen.reason}")
+    if not lost:
         return None
-    rank, reason = next((one for one in failed if "wrong bits" in one[1]), failed[0])
-    stage, _, said = reason.partition(": ")
-    wrong = "wrong bits" in said
-    return Fallen(stage, rank, f"in a child process: {said}", "don't use it on this machine" if wrong else "", wrong)
+    ranks = ", ".join(str(rank) for rank, _ in lost)
+    return Fallen("connect", lost[0][0], f"the child process of rank {ranks} {lost[0][1]} (could not verify)")
 
 
-def _run_child(task: _Task, limit_s: float) -> tuple[bool, str]:
-    """(ok, "stage: reason") of this rank's child, which is gone when this returns."""
-    child = subprocess.Popen(
-        [sys.executable, "-m", "dcpcomm.trial"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        start_new_session=True,
-    )
-    try:
-        said, errors = child.communicate(pickle.dumps(task), timeout=limit_s)
-    except subprocess.TimeoutExpired:
-        return False, f"connect: hung, and was killed after {limit_s:g} s (could not verify)"
-    finally:
-        if child.poll() is None:
-            os.killpg(child.pid, signal.SIGKILL)
-        child.wait()
-        for pipe in (child.stdin, child.stdout, child.stderr):
-            if pipe is not None:
-                pipe.close()
-    try:
-        verdict = json.loads(said.decode().strip().splitlines()[-1])
-        return bool(verdict["ok"]), str(verdict["reason"])
-    except (IndexError, ValueError, KeyError):
-        last = errors.decode(errors="replace").strip().splitlines()[-1:] or ["no message"]
-        return False, f"connect: the child ended with status {child.returncode}: {last[0]} (could not verify)"
+def _run_child(task: _Task, deadline_s: float) -> _Ending:
+    """How this rank's child ended; it is gone when this returns.
+
+    The child says "ready" when all children have imported and met; from then on it has `deadline_s`.
+    """
+    with tempfile.TemporaryFile() as errors:
+        child = subprocess.Popen(
+            [sys.executable, "-m", "dcpcomm.trial"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            start_new_session=True,
+        )
+        assert child.stdin is not None
+        assert child.stdout is not None
+        try:
+            with contextlib.suppress(BrokenPipeError):  # it ended already: its status says why
+                child.stdin.write(pickle.dumps(task))
+                child.stdin.close()
+            lines = _Lines(child.stdout)
+            if not lines.until(b"ready", _START_S) and not lines.ended:
+                return _Ending(lost=f"was not ready within {_START_S:g} s")
+            if not lines.until(b"verdict ", deadline_s) and not lines.ended:
+                return _Ending(lost=f"hung, and was killed after {deadline_s:g} s")
+        finally:
+            if child.poll() is None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(child.pid, signal.SIGKILL)
+            child.wait()
+            child.stdin.close()
+            child.stdout.close()
+        if lines.last.startswith(b"verdict "):
+            verdict = json.loads(lines.last.removeprefix(b"verdict "))
+            return _Ending(fallen=Fallen(**verdict) if verdict is not None else None)
+        errors.seek(0)
+        said = errors.read().decode(errors="replace").strip().splitlines()[-1:] or ["it said nothing"]
+        return _Ending(lost=f"ended with status {child.returncode}: {said[0]}")
 
 
-def _child(task: _Task) -> tuple[bool, str]:
+class _Lines:
+    """Lines of a pipe, awaited with a deadline."""
+
+    def __init__(self, pipe: IO[bytes]) -> None:
+        self._fd = pipe.fileno()
+        self._rest = b""
+        self.last = b""
+        self.ended = False
+
+    def until(self, start: bytes, limit_s: float) -> bool:
+        """Whether a line that begins with `start` came within `limit_s`; it is then `last`."""
+        deadline = time.monotonic() + limit_s
+        while True:
+            while b"\n" in self._rest:
+                self.last, self._rest = self._rest.split(b"\n", 1)
+                if self.last.startswith(start):
+                    return True
+            left = deadline - time.monotonic()
+            if left <= 0 or not select.select([self._fd], [], [], left)[0]:
+                return False
+            read = os.read(self._fd, 1 << 16)
+            if not read:
+                self.ended = True
+                return False
+            self._rest += read
+
+
+def _child(task: _Task) -> Fallen | None:
     from dcpcomm.registry import register_transport, registered_transports, try_load
     from dcpcomm.select import connect_transport
     from dcpcomm.verify import verify_transport
@@ -124,7 +196,7 @@ def _child(task: _Task) -> tuple[bool, str]:
         register_transport(task.name, task.target)
     cls, verdict = try_load(task.name)
     if cls is None:
-        return False, f"import: {verdict.reason}"
+        return Fallen("import", task.rank, verdict.reason, verdict.remedy)
     if task.device != "cpu":
         torch.cuda.set_device(task.device)
     store = dist.TCPStore(task.address, task.port, is_master=False, wait_for_workers=False)
@@ -133,13 +205,14 @@ def _child(task: _Task) -> tuple[bool, str]:
     group.timeout_s = task.config.verify.deadline_s
     # Imports and compilation are over: now all children meet, and from here the clock runs.
     group.control.exchange(b"", _START_S, "starting the trial")
+    print("ready", flush=True)
     transport = connect_transport(group, task.shape, task.config, cls)
     if isinstance(transport, Fallen):
-        return False, f"{transport.stage}: {transport.reason}"
+        return transport
     workspace = Workspace(task.shape, task.size, torch.device(task.device))
     fallen = verify_transport(transport, group, task.shape, task.config.verify, workspace)
     transport.close()
-    return (True, "") if fallen is None else (False, f"{fallen.stage}: {fallen.reason}")
+    return fallen
 
 
 def main() -> None:
@@ -149,12 +222,11 @@ def main() -> None:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # end with the parent, whatever ends it
     if os.getppid() != task.parent:
         return
-    started = time.monotonic()
     try:
-        ok, reason = _child(task)
+        fallen = _child(task)
     except Exception as error:  # whatever a plug-in raises is its reason
-        ok, reason = False, f"connect: {type(error).__name__}: {error} (after {time.monotonic() - started:.1f} s)"
-    print("\n" + json.dumps({"ok": ok, "reason": reason}), flush=True)
+        fallen = Fallen("connect", task.rank, f"{type(error).__name__}: {error}")
+    print("\nverdict " + json.dumps(asdict(fallen) if fallen is not None else None), flush=True)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from dcpcomm import pattern, verdicts
 from dcpcomm.combine.wire import row_bytes, wire_views
 from dcpcomm.decision import Fallen
 from dcpcomm.errors import TransportTimeout
-from dcpcomm.group import Group
+from dcpcomm.group import Group, Outcome, first_failure
 from dcpcomm.reference import merge_partials
 from dcpcomm.transport import MergeShape, MergeTransport
 from dcpcomm.workspace import Workspace
@@ -70,34 +70,37 @@ def verify_transport(
     """
     name = transport.name
     key = verdicts.key_of(transport, group)
-    held = group.control.agree(verdicts.holds(key), "", config.deadline_s, f"recalling soaks of {name!r}")
+    held = group.control.agree(Outcome(verdicts.holds(key)), config.deadline_s, f"recalling soaks of {name!r}")
     load = load_of(config.level, transport.capabilities.soak_bytes, all(one.ok for one in held))
     patience = group.exchange_timeout_s
-    verdict = (True, "")
+    started = time.monotonic()
+    ok, reason = False, ""
     try:
         if transport.fused_merge is not None:
             _check_merges(transport, group, shape, load)
         else:
             _check_rows(transport, group, shape, load, config.deadline_s, workspace)
+        ok = True
     except _Wrong as found:
-        verdict = (False, f"{_WRONG}{found}")
+        reason = f"{_WRONG}{found}"
     except TransportTimeout as error:
-        verdict = (False, f"could not verify: {error}")
+        reason = f"could not verify: {error}"
     except Exception as error:  # whatever a plug-in raises is its reason; the ranks must stay together
-        verdict = (False, f"could not verify: {type(error).__name__}: {error}")
+        reason = f"could not verify: {type(error).__name__}: {error}"
     finally:
         group.exchange_timeout_s = patience
-    outcomes = group.control.agree(*verdict, config.deadline_s, f"verifying transport {name!r}")
-    failed = [(rank, one.reason) for rank, one in enumerate(outcomes) if not one.ok]
-    if not failed:
+    mine = Outcome(ok, reason, time.monotonic() - started)
+    outcomes = group.control.agree(mine, config.deadline_s, f"verifying transport {name!r}")
+    # A rank that saw wrong bits knows more than one that merely waited for it.
+    saw_wrong = [one if one.reason.startswith(_WRONG) else Outcome(True) for one in outcomes]
+    failure = first_failure(saw_wrong) or first_failure(outcomes)
+    if failure is None:
         if load.nbytes:
             verdicts.remember(key)
         return None
-    # A rank that saw wrong bits knows more than one that merely waited for it.
-    rank, reason = next((one for one in failed if one[1].startswith(_WRONG)), failed[0])
-    wrong = reason.startswith(_WRONG)
+    wrong = failure[1].startswith(_WRONG)
     remedy = "don't use it on this machine" if wrong else "look at that rank's log; is its process alive?"
-    return Fallen("verify", rank, reason, remedy, wrong)
+    return Fallen("verify", *failure, remedy, wrong)
 
 
 def _check_rows(

@@ -8,10 +8,13 @@ those it missed.
 
 from __future__ import annotations
 
+import json
 import logging
 import threading
 import time
 import weakref
+from dataclasses import asdict
+from typing import Any
 
 from dcpcomm.combine.wire import Header
 from dcpcomm.group import Control
@@ -28,12 +31,15 @@ class _Progress:
         self.moved = time.monotonic()
         self.calls: list[tuple[bool, Header | None, float]] = [(False, None, self.moved)] * channels
 
-    def words(self) -> str:
-        parts = []
-        for channel, (inside, call, since) in enumerate(self.calls):
-            state = f"waiting in {call}" if inside else f"idle after {call}" if call is not None else "no call yet"
-            parts.append(f"channel {channel}: {state}, {time.monotonic() - since:.1f} s before this note")
-        return "; ".join(parts)
+    def note(self) -> str:
+        """For the others: by channel, whether this rank is inside a call, its header, and for how long."""
+        now = time.monotonic()
+        return json.dumps(
+            [
+                {"inside": inside, "call": asdict(call) if call is not None else None, "seconds": round(now - since, 1)}
+                for inside, call, since in self.calls
+            ]
+        )
 
 
 class Watchdog:
@@ -70,12 +76,13 @@ class Watchdog:
 
     def last_words(self, ranks: tuple[int, ...]) -> str:
         """What each of `ranks` last noted, for an error message."""
-        words = []
-        for rank in ranks:
-            note = self._control.read_note(rank, "closed") or self._control.read_note(rank, "raised")
-            note = note or self._control.read_note(rank, "progress")
-            words.append(f"rank {rank}: {note or 'left no note; is its process alive?'}")
-        return "; ".join(words)
+        return "; ".join(f"rank {rank}: {_last_word(self._control, rank)}" for rank in ranks)
+
+    def call_of(self, rank: int, channel: int) -> Header | None:
+        """The call that `rank` noted it is waiting in, if it did."""
+        note = self._control.read_note(rank, "progress")
+        there: dict[str, Any] = json.loads(note)[channel] if note else {"inside": False}
+        return Header(**there["call"]) if there["inside"] and there["call"] else None
 
     def stop(self) -> None:
         """End the thread. Safe twice."""
@@ -110,7 +117,7 @@ def _watch(control: Control, progress: _Progress, stop: threading.Event, timeout
     while not stop.wait(min(1.0, timeout_s / 8)):
         now, moved = time.monotonic(), progress.moved
         if now - moved > timeout_s / 2 and noted_at != moved:
-            control.note("progress", progress.words())
+            control.note("progress", progress.note())
             noted_at = moved
         if action != "log":
             continue
@@ -118,9 +125,7 @@ def _watch(control: Control, progress: _Progress, stop: threading.Event, timeout
             if inside and call is not None and now - since > timeout_s and (channel, call) not in logged:
                 logged.add((channel, call))
                 others = "; ".join(
-                    f"rank {rank}: {control.read_note(rank, 'progress') or 'no note'}"
-                    for rank in range(control.size)
-                    if rank != control.rank
+                    f"rank {rank}: {_last_word(control, rank)}" for rank in range(control.size) if rank != control.rank
                 )
                 _log.warning(
                     "rank %d has waited %.1f s in %s on channel %d. %s",
@@ -130,3 +135,16 @@ def _watch(control: Control, progress: _Progress, stop: threading.Event, timeout
                     channel,
                     others,
                 )
+
+
+def _last_word(control: Control, rank: int) -> str:
+    said = control.read_note(rank, "closed") or control.read_note(rank, "raised")
+    note = control.read_note(rank, "progress")
+    if said or not note:
+        return said or "left no note; is its process alive?"
+    parts = []
+    for channel, there in enumerate(json.loads(note)):
+        call = Header(**there["call"]) if there["call"] else None
+        state = f"waiting in {call}" if there["inside"] else f"idle after {call}" if call else "no call yet"
+        parts.append(f"channel {channel}: {state}, for {there['seconds']} s when it noted this")
+    return "; ".join(parts)

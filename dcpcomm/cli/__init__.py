@@ -27,6 +27,8 @@ COMMANDS = {
         "dcpcomm.cli.list:list_transports",
         "Registered transports, where each came from, installed or not.",
     ),
+    "explain": ("dcpcomm.cli.explain:explain", "What would be chosen for a shape and a configuration, and why."),
+    "verify": ("dcpcomm.cli.verify:verify", "Prove one or all transports on this machine."),
     "config": ("dcpcomm.cli.config:app", "Check a configuration file, or print the schema."),
 }
 

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from dcpcomm.cli.shape import on_ranks
+
 if TYPE_CHECKING:
     from rich.table import Table
 
@@ -65,8 +67,7 @@ def demo(
     Exit status: 0 they are, 1 they aren't, 2 wrong usage.
     """
     from dcpcomm.demo.run import Settings, judge, run_rank
-    from dcpcomm.errors import ConfigError, DCPCommError
-    from dcpcomm.launch import RankFailed, run_on_ranks
+    from dcpcomm.errors import ConfigError
     from dcpcomm.registry import load_transport
 
     text, source, left_out = _read(context)
@@ -82,13 +83,8 @@ def demo(
     if settings.transport is not None:
         load_transport(settings.transport)  # says what is wrong with the name before any process is started
 
-    try:
-        with _progress(f"starting {size} process" + "es" * (size > 1)) as on_event, _stdout_kept_clean():
-            reports = run_on_ranks(run_rank, size, settings, on_event=on_event)
-    except RankFailed as failure:
-        if isinstance(failure.cause, DCPCommError):
-            raise failure.cause from failure  # it says by itself what is wrong, and on which rank
-        raise
+    with _progress(f"starting {size} process" + "es" * (size > 1)) as on_event, _stdout_kept_clean():
+        reports = on_ranks(run_rank, size, settings, on_event=on_event)
     if reports is None:  # another rank than 0 under torchrun
         return
     judgement = judge(reports)
