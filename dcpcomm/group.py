@@ -122,10 +122,12 @@ class Control:
                 "Call again, on all ranks of the group",
                 missing,
             )
+        doing = (self.read_note(rank, "doing") for rank in missing)
+        heard = "; ".join(f"rank {rank} was last {did}" for rank, did in zip(missing, doing, strict=True) if did)
         raise TransportTimeout(
-            f"rank {self.rank}: {what}: rank {_listed(missing)} of {self.size} did not arrive within "
-            f"{limit:g} s. Every rank of "
-            "the group must make this call; is that process alive, and does it make the same calls in the same order?",
+            f"rank {self.rank}: {what}: rank {_listed(missing)} of {self.size} did not arrive within {limit:g} s. "
+            "Every rank of the group must make this call; is that process alive, and does it make the same calls in the same "
+            f"order?{' ' + heard if heard else ''}",
             missing,
         )
 

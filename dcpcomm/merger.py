@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import Any, Literal, TypedDict, overload
 
 import torch
@@ -15,14 +14,13 @@ from dcpcomm.combine.wire import Header, block_bytes
 from dcpcomm.decision import Decision
 from dcpcomm.errors import ShapeError
 from dcpcomm.explain import describe
+from dcpcomm.log import log
 from dcpcomm.projection import GatheredWUV, project
 from dcpcomm.rows import empty_rows
 from dcpcomm.session import Session
 from dcpcomm.transport import MergeShape
 
 __all__ = ["DCPMerger"]
-
-_log = logging.getLogger("dcpcomm")
 
 
 class MergeKeywords(TypedDict, total=False):
@@ -400,7 +398,7 @@ class DCPMerger:
     def _warn_of_chunks(self, tokens: int) -> None:
         if not self._warned_of_chunks:
             self._warned_of_chunks = True
-            _log.warning(
+            log.warning(
                 "rank %d: a merge of B=%d rows runs in chunks, because max_tokens=%d; said once per merger",
                 self.group.rank,
                 tokens,

@@ -27,6 +27,7 @@ from dcpcomm.cost import CostTable, LinkClass, Price, buckets, load_cost_table
 from dcpcomm.decision import Choice, Decision, Fallen
 from dcpcomm.errors import ConfigError, SelectionMismatch, TransportUnavailable, VerificationFailed
 from dcpcomm.group import Group, Outcome, first_failure
+from dcpcomm.log import log
 from dcpcomm.registry import registered_transports, try_load
 from dcpcomm.topology import Facts, local_facts
 from dcpcomm.transport import MergeShape, MergeTransport, PeerMemoryTransport, Verdict
@@ -73,9 +74,11 @@ def select(
             for name in candidates:
                 if name in fallen:
                     continue
+                group.control.note("doing", f"connecting transport {name!r}")
                 made = _establish(group, shape, config, classes[name], workspace)
                 if isinstance(made, Fallen):
                     fallen[name] = made
+                    log.info("rank %d: transport %s fell: %s", group.rank, name, made)
                     continue
                 standing[name] = made
                 if name == config.transport or name in config.prefer:

@@ -13,6 +13,7 @@ from dcpcomm.config import MergeConfig, load_config, options_for
 from dcpcomm.decision import Fallen
 from dcpcomm.errors import DCPCommError, TransportUnavailable
 from dcpcomm.group import Group
+from dcpcomm.log import log
 from dcpcomm.select import connect_transport, select
 from dcpcomm.transport import MergeShape
 from dcpcomm.watchdog import Watchdog
@@ -51,6 +52,8 @@ class Session:
         self._watchdog = Watchdog(self.group.control, shape.channels, watchdog.timeout_s, watchdog.action, self)
         self.channels = self._make_channels()
         self.closed = False
+        used = ", ".join(self.decision.transports) or "none"
+        log.info("rank %d of %d: merger made, transport %s", self.group.rank, self.group.size, used)
 
     @property
     def workspace(self) -> torch.Tensor | None:

@@ -9,7 +9,6 @@ those it missed.
 from __future__ import annotations
 
 import json
-import logging
 import threading
 import time
 import weakref
@@ -18,10 +17,9 @@ from typing import Any
 
 from dcpcomm.combine.wire import Header
 from dcpcomm.group import Control
+from dcpcomm.log import log
 
 __all__ = ["Watchdog"]
-
-_log = logging.getLogger("dcpcomm")
 
 
 class _Progress:
@@ -58,6 +56,7 @@ class Watchdog:
         self._progress = _Progress(channels)
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
+        self._starting = threading.Lock()
         self._owner = weakref.ref(owner)
 
     def begin(self, channel: int, call: Header) -> None:
@@ -91,18 +90,24 @@ class Watchdog:
             self._thread.join(timeout=1.0)
 
     def _start(self) -> None:
-        self._thread = threading.Thread(
+        with self._starting:  # two channels may enter their first call at once
+            if self._thread is None:
+                self._thread = self._watching_thread()
+
+    def _watching_thread(self) -> threading.Thread:
+        thread = threading.Thread(
             target=_watch,
             args=(self._control, self._progress, self._stop, self._timeout_s, self._action),
             daemon=True,
             name="dcpcomm watchdog",
         )
-        self._thread.start()
+        thread.start()
         owner = self._owner()
         if owner is not None:
             # Also runs at interpreter exit: a daemon thread caught inside the store's C++ there would abort the
             # process.
-            weakref.finalize(owner, _end, self._stop, self._thread)
+            weakref.finalize(owner, _end, self._stop, thread)
+        return thread
 
 
 def _end(stop: threading.Event, thread: threading.Thread) -> None:
@@ -127,7 +132,7 @@ def _watch(control: Control, progress: _Progress, stop: threading.Event, timeout
                 others = "; ".join(
                     f"rank {rank}: {_last_word(control, rank)}" for rank in range(control.size) if rank != control.rank
                 )
-                _log.warning(
+                log.warning(
                     "rank %d has waited %.1f s in %s on channel %d. %s",
                     control.rank,
                     now - since,
