@@ -13,7 +13,7 @@ from dcpcomm.errors import ShapeError
 from dcpcomm.group import Group
 from dcpcomm.transport import LSE_DTYPES, MergeShape
 
-__all__ = ["check_out", "check_partials", "check_tag", "check_w_uv"]
+__all__ = ["check_out", "check_partials", "check_tag", "check_w_uv", "rows_of"]
 
 _INT32 = range(-(2**31), 2**31)
 
@@ -91,7 +91,7 @@ def check_out(
 def check_w_uv(shape: MergeShape, group: Group, device: torch.device, w_uv_local: Any) -> torch.Tensor:
     """`w_uv_local`, if it is what `DCPMerger.gather_w_uv` takes."""
     if shape.v_head_dim is None:
-        raise ShapeError("gather_w_uv needs a shape with v_head_dim=V and head_dim=L; v_head_dim is None")
+        raise ShapeError("projecting by W_UV needs a shape with v_head_dim=V and head_dim=L; v_head_dim is None")
     expected = (shape.num_heads // group.size, shape.head_dim, shape.v_head_dim)
     if not isinstance(w_uv_local, torch.Tensor):
         raise ShapeError(f"w_uv_local is a {type(w_uv_local).__name__}; expected a tensor [H/N, L, V] = {expected}")
@@ -103,6 +103,11 @@ def check_w_uv(shape: MergeShape, group: Group, device: torch.device, w_uv_local
     if w_uv_local.device != device:
         raise ShapeError(f"rank {group.rank}: w_uv_local is on {w_uv_local.device}; expected {device}")
     return w_uv_local
+
+
+def rows_of(partial_out: Any) -> int:
+    """B, as far as a call with wrong arguments has one."""
+    return int(partial_out.shape[0]) if isinstance(partial_out, torch.Tensor) and partial_out.dim() else 1
 
 
 def _check_tensor(name: str, tensor: Any, device: torch.device) -> None:

@@ -83,6 +83,11 @@ class Channel:
             return TransportTimeout(message, broken.ranks)
         return type(broken)(message)
 
+    @property
+    def busy(self) -> bool:
+        """Whether a call is under way."""
+        return self._busy.locked()
+
     def leave(self) -> None:
         """End the call that `enter` began."""
         self._busy.release()

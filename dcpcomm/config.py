@@ -350,7 +350,7 @@ def _shipped() -> dict[str, Path]:
 
 
 def _flatten(value: Any, key: str, into: dict[str, str]) -> None:
-    if isinstance(value, dict) and value:
+    if isinstance(value, dict):
         for name, item in value.items():
             _flatten(item, f"{key}.{name}" if key else str(name), into)
     else:

@@ -7,18 +7,19 @@ from typing import Any, Literal, TypedDict, overload
 import torch
 from typing_extensions import Unpack
 
-from dcpcomm.arguments import check_out, check_partials, check_tag
+from dcpcomm.arguments import check_out, check_partials, check_tag, rows_of
 from dcpcomm.channel import Channel
 from dcpcomm.combine.torch_engine import by_destination, clean_lse
-from dcpcomm.combine.wire import Header, block_bytes
+from dcpcomm.combine.wire import Header
 from dcpcomm.decision import Decision
 from dcpcomm.errors import ShapeError
 from dcpcomm.explain import describe
 from dcpcomm.log import log
-from dcpcomm.projection import GatheredWUV, project
+from dcpcomm.projection import GatheredWUV, check_gathered, project
 from dcpcomm.rows import empty_rows
 from dcpcomm.session import Session
 from dcpcomm.transport import MergeShape
+from dcpcomm.workspace import wire_bytes
 
 __all__ = ["DCPMerger"]
 
@@ -213,12 +214,8 @@ class DCPMerger:
                 tokens = check_partials(
                     self.shape, self.group.size, self.device, partial_out, partial_lse, self._session.workspace
                 )
-                if w_uv is not None and not isinstance(w_uv, GatheredWUV):
-                    raise ShapeError(f"w_uv is a {type(w_uv).__name__}; expected what gather_w_uv returned")
-                if w_uv is not None and self.shape.v_head_dim is None:
-                    raise ShapeError(
-                        "merge_and_project needs a shape with v_head_dim=V and head_dim=L; v_head_dim is None"
-                    )
+                if w_uv is not None:
+                    check_gathered(w_uv, self)
                 check_tag(tag)
                 rows = self.shape.result_rows(tokens, self.group.size)
                 width = self.shape.head_dim if w_uv is None else self.shape.v_head_dim or 0
@@ -229,6 +226,8 @@ class DCPMerger:
                         "valid_counts": valid_counts,
                         "seq_lens": seq_lens,
                         "query_start_loc": query_start_loc,
+                        "w_uv": w_uv.local if w_uv is not None else None,
+                        "w_uv of all heads": w_uv.full if w_uv is not None else None,
                     }
                     check_out(out, (*rows, width), self.shape.dtype, self.device, inputs, self._session.workspace)
                 empty = empty_rows(tokens, self.device, valid_counts, seq_lens, query_start_loc)
@@ -241,26 +240,16 @@ class DCPMerger:
                 lse = by_destination(clean_lse(partial_lse, empty), self.shape.scatter, self.group.size)
                 partials = by_destination(partial_out, self.shape.scatter, self.group.size)
             except Exception as error:
-                stream.cancel(ordinal, _rows_of(partial_out), error)
+                stream.cancel(ordinal, rows_of(partial_out), error)
                 if isinstance(error, ShapeError):
                     raise ShapeError(f"rank {self.group.rank}: {error}") from None
                 raise
-            merged, merged_lse = self._merge_chunks(
-                stream,
-                partials,
-                lse,
-                ordinal,
-                tag,
-                tokens,
-                return_lse,
-                out if w_uv is None or before else None,
-            )
+            into = out if w_uv is None or before else None
+            merged, merged_lse = self._merge_chunks(stream, partials, lse, ordinal, tag, tokens, return_lse, into)
         finally:
             stream.leave()
         if w_uv is not None and not before:
-            merged = project(merged, w_uv.local if self.shape.scatter == "heads" else w_uv.whole)
-            if out is not None:
-                merged = out.copy_(merged)
+            merged = project(merged, w_uv.local if self.shape.scatter == "heads" else w_uv.whole, out)
         return (merged, merged_lse) if merged_lse is not None else merged
 
     def _merge_chunks(
@@ -279,7 +268,10 @@ class DCPMerger:
         if t <= self._chunk:
             merged, merged_lse = stream.merge(partials, lse, Header(ordinal, tag, tokens, 0, width), want_lse)
             return (merged if out is None else out.copy_(merged)), merged_lse
-        self._warn_of_chunks(tokens)
+        if not self._warned_of_chunks:
+            self._warned_of_chunks = True
+            text = "rank %d: a merge of B=%d rows runs in chunks, because max_tokens=%d; said once per merger"
+            log.warning(text, self.group.rank, tokens, self.shape.max_tokens)
         result = out if out is not None else partials.new_empty((t, h, width))
         result_lse = lse.new_empty((t, h)) if want_lse else None
         for chunk, start in enumerate(range(0, t, self._chunk)):
@@ -303,17 +295,17 @@ class DCPMerger:
             SelectionMismatch: another rank raised.
         """
         self._session.check_open()
-        orders = {choice.projection for choice in self._session.decision.choices}
-        return GatheredWUV(self, w_uv_local, needs_full=self.shape.scatter != "heads" or "before" in orders)
+        return GatheredWUV(self, w_uv_local, needs_full=self.projects_all_heads)
+
+    @property
+    def projects_all_heads(self) -> bool:
+        """Whether `merge_and_project` needs W_UV of all heads, for some number of rows, and not just this rank's."""
+        before = any(choice.projection == "before" for choice in self.decision.choices)
+        return before or self.shape.scatter != "heads"
 
     def wire_bytes(self, tokens: int, width: int) -> int:
         """Bytes that this rank sends to its peers in one merge of `tokens` rows of `width` columns."""
-        n, per_chunk = self.group.size, self.shape.tokens_per_exchange(self.group.size)
-        chunks = [per_chunk] * (tokens // per_chunk) + ([tokens % per_chunk] if tokens % per_chunk else [])
-        blocks = (
-            block_bytes(self.shape.rows_per_destination(chunk, n), width, self.shape.dtype.itemsize) for chunk in chunks
-        )
-        return (n - 1) * sum(blocks)
+        return wire_bytes(self.shape, self.group.size, tokens, width)
 
     @property
     def device_bytes(self) -> int:
@@ -394,18 +386,3 @@ class DCPMerger:
         if out is None:
             out = torch.empty((*rows, width), dtype=self.shape.dtype, device=self.device)
         return (out, torch.empty(rows, dtype=torch.float32, device=self.device)) if return_lse else out
-
-    def _warn_of_chunks(self, tokens: int) -> None:
-        if not self._warned_of_chunks:
-            self._warned_of_chunks = True
-            log.warning(
-                "rank %d: a merge of B=%d rows runs in chunks, because max_tokens=%d; said once per merger",
-                self.group.rank,
-                tokens,
-                self.shape.max_tokens,
-            )
-
-
-def _rows_of(partial_out: Any) -> int:
-    """B, as far as a call with wrong arguments has one."""
-    return int(partial_out.shape[0]) if isinstance(partial_out, torch.Tensor) and partial_out.dim() else 1

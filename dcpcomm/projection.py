@@ -6,7 +6,7 @@ instead of L columns, but every rank projects all heads (the idea of vLLM PR #48
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -16,12 +16,24 @@ from dcpcomm.errors import ShapeError
 if TYPE_CHECKING:
     from dcpcomm.merger import DCPMerger
 
-__all__ = ["GatheredWUV", "project"]
+__all__ = ["GatheredWUV", "check_gathered", "project"]
 
 
-def project(latent: torch.Tensor, w_uv: torch.Tensor) -> torch.Tensor:
-    """`latent [B, h, L] @ w_uv [h, L, V]` head by head; `[B, h, V]`, head-major in memory."""
-    return torch.bmm(latent.transpose(0, 1), w_uv).transpose(0, 1)
+def project(latent: torch.Tensor, w_uv: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    """`latent [B, h, L] @ w_uv [h, L, V]` head by head: `[B, h, V]`, into `out` where it is given."""
+    if out is None:
+        out = latent.new_empty((*latent.shape[:2], w_uv.shape[2]))
+    torch.bmm(latent.transpose(0, 1), w_uv, out=out.transpose(0, 1))
+    return out
+
+
+def check_gathered(w_uv: Any, merger: DCPMerger) -> None:
+    """Raise `ShapeError` unless `w_uv` is what `merger.gather_w_uv`, or that of a merger just like it, returned."""
+    if not isinstance(w_uv, GatheredWUV):
+        raise ShapeError(f"w_uv is a {type(w_uv).__name__}; expected what gather_w_uv returned")
+    check_w_uv(merger.shape, merger.group, merger.device, w_uv.local)
+    if w_uv.full is None and merger.projects_all_heads:
+        raise ShapeError("w_uv was gathered by a merger that never projects all heads; gather it by this one")
 
 
 class GatheredWUV:

@@ -23,10 +23,11 @@ import torch
 
 import dcpcomm
 from dcpcomm.config import MergeConfig, config_fingerprint, options_for
+from dcpcomm.control import Outcome, first_failure, left
 from dcpcomm.cost import CostTable, LinkClass, Price, buckets, load_cost_table
 from dcpcomm.decision import Choice, Decision, Fallen
 from dcpcomm.errors import ConfigError, SelectionMismatch, TransportUnavailable, VerificationFailed
-from dcpcomm.group import Group, Outcome, first_failure
+from dcpcomm.group import Group
 from dcpcomm.log import log
 from dcpcomm.registry import registered_transports, try_load
 from dcpcomm.topology import Facts, local_facts
@@ -63,8 +64,14 @@ def select(
         VerificationFailed: likewise, where one was left out because it delivered wrong bits.
         TransportTimeout: naming the ranks that did not arrive.
     """
-    facts = local_facts(group.rank, group.size, device, group.loopback is not None)
-    table = _agree_on_settings(group, shape, config, facts)
+    try:
+        facts = local_facts(group.rank, group.size, device, group.loopback is not None)
+        table = load_cost_table(config.cost_table)
+        settings = _settings(shape, config, facts)
+    except Exception as error:  # on this rank only, perhaps: the others must hear of it
+        group.control.fail(_reason(error))
+        raise
+    _agree_on(group, settings, facts)
     candidates: list[str] = []
     fallen: dict[str, Fallen] = {}
     standing: dict[str, MergeTransport] = {}
@@ -102,12 +109,14 @@ def select(
 
 
 def connect_transport(
-    group: Group, shape: MergeShape, config: MergeConfig, cls: type[MergeTransport]
+    group: Group, shape: MergeShape, config: MergeConfig, cls: type[MergeTransport], workspace: Workspace
 ) -> MergeTransport | Fallen:
     """Construct, prepare and connect one transport on all ranks; closed on all where it fails on any. Collective."""
     deadline, name = config.verify.deadline_s, cls.name
     transport: MergeTransport | None = None
     try:
+        if cls.needs_workspace():
+            workspace.regions()  # memory that isn't there is this rank's reason too
         transport = cls(group, shape, options_for(config, cls))
         posted = b"+" + transport.prepare()
     except Exception as error:  # whatever a plug-in raises is its reason; the ranks must stay together
@@ -126,7 +135,9 @@ def connect_transport(
     started = time.monotonic()
     verdict = _attempt(connect)
     mine = Outcome(verdict.ok, verdict.reason, time.monotonic() - started)
-    outcomes = _together(transport, lambda: group.control.agree(mine, deadline, f"connecting transport {name!r}"))
+    outcomes = _together(
+        transport, lambda: group.control.agree(mine, left(deadline, mine), f"connecting transport {name!r}")
+    )
     failure = first_failure(outcomes)
     if failure is not None:
         _close(transport)
@@ -142,7 +153,7 @@ def _establish(
         fallen = try_in_children(group, shape, config, cls)
         if fallen is not None:
             return fallen
-    transport = connect_transport(group, shape, config, cls)
+    transport = connect_transport(group, shape, config, cls, workspace)
     if isinstance(transport, Fallen) or config.verify.level == "off":
         return transport
     connected = transport
@@ -153,10 +164,9 @@ def _establish(
     return connected
 
 
-def _agree_on_settings(group: Group, shape: MergeShape, config: MergeConfig, facts: Facts) -> CostTable:
-    """Raise `SelectionMismatch` unless all ranks came with the same settings; learn their hosts on the way."""
-    table = load_cost_table(config.cost_table)
-    compared = {
+def _settings(shape: MergeShape, config: MergeConfig, facts: Facts) -> dict[str, str]:
+    """Whatever must be the same on every rank, as text."""
+    return {
         "dcpcomm version": dcpcomm.__version__,
         "torch version": torch.__version__,
         "device": facts.device,
@@ -164,7 +174,11 @@ def _agree_on_settings(group: Group, shape: MergeShape, config: MergeConfig, fac
         **{f"config.{key}": value for key, value in config_fingerprint(config).items()},
         **{f"environment {key}": os.environ.get(key, "") for key in _ENVIRONMENT_THAT_MATTERS},
     }
-    mine = json.dumps({"roster": uuid.uuid4().hex, "host": facts.host, "compared": compared}).encode()
+
+
+def _agree_on(group: Group, settings: dict[str, str], facts: Facts) -> None:
+    """Raise `SelectionMismatch` unless all ranks came with the same settings; learn their hosts on the way."""
+    mine = json.dumps({"roster": uuid.uuid4().hex, "host": facts.host, "compared": settings}).encode()
     theirs = [json.loads(raw) for raw in group.control.exchange(mine, group.timeout_s, "constructing the merger")]
     group.hosts = [peer["host"] for peer in theirs]
     group.roster = [peer["roster"] for peer in theirs]
@@ -180,7 +194,6 @@ def _agree_on_settings(group: Group, shape: MergeShape, config: MergeConfig, fac
             + "\n".join(lines)
             + "\nGive every rank of the group the same shape, configuration, versions and environment."
         )
-    return table
 
 
 def _screen(
@@ -195,10 +208,12 @@ def _screen(
         try:
             cls, verdict = try_load(name)
             if cls is not None:
-                stage, verdict = "declared", _declared(cls, name, group, shape, config, facts)
+                stage = "declared"
+                verdict = _declared(cls, name, group, shape, config, facts)
                 if verdict.ok:
                     options_for(config, cls)
-                    stage, verdict = "check", cls.check(facts)
+                    stage = "check"
+                    verdict = cls.check(facts)
                     classes[name] = cls
         except Exception as error:  # whatever a plug-in raises is its reason; the ranks must stay together
             remedy = "mend the configuration" if isinstance(error, ConfigError) else ""

@@ -46,7 +46,8 @@ class Session:
         self.group.timeout_s = watchdog.timeout_s
         self.group.exchange_timeout_s = watchdog.timeout_s if watchdog.action == "raise" else None
         self._workspace = Workspace(shape, self.group.size, self.device)
-        self.decision, self.transports = select(self.group, shape, self.config, self.device, self._workspace)
+        with self.group.control.beating():
+            self.decision, self.transports = select(self.group, shape, self.config, self.device, self._workspace)
         if not any(type(one).needs_workspace() for one in self.transports.values()):
             self._workspace.release()
         self._watchdog = Watchdog(self.group.control, shape.channels, watchdog.timeout_s, watchdog.action, self)
@@ -77,13 +78,19 @@ class Session:
     def reset(self) -> None:
         """Close the transport and connect it anew, on all ranks; every channel begins again."""
         self.check_open()
+        busy = [channel.index for channel in self.channels if channel.busy]
+        if busy:
+            self.group.control.fail(f"DCPCommError: channel {busy[0]} is inside a call")
+            raise DCPCommError(
+                f"rank {self.group.rank}: channel {busy[0]} is inside a call; reset when all have returned"
+            )
         self.group.control.exchange(b"", self.group.timeout_s, "resetting the merger")
         self.group.control.note("raised", "")
         for transport in self.transports.values():
             transport.close()
         self.group.generation += 1
         for name, transport in self.transports.items():
-            again = connect_transport(self.group, self.shape, self.config, type(transport))
+            again = connect_transport(self.group, self.shape, self.config, type(transport), self._workspace)
             if isinstance(again, Fallen):
                 self.close()
                 raise TransportUnavailable(

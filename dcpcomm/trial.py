@@ -206,10 +206,10 @@ def _child(task: _Task) -> Fallen | None:
     # Imports and compilation are over: now all children meet, and from here the clock runs.
     group.control.exchange(b"", _START_S, "starting the trial")
     print("ready", flush=True)
-    transport = connect_transport(group, task.shape, task.config, cls)
+    workspace = Workspace(task.shape, task.size, torch.device(task.device))
+    transport = connect_transport(group, task.shape, task.config, cls, workspace)
     if isinstance(transport, Fallen):
         return transport
-    workspace = Workspace(task.shape, task.size, torch.device(task.device))
     fallen = verify_transport(transport, group, task.shape, task.config.verify, workspace)
     transport.close()
     return fallen

@@ -17,10 +17,11 @@ from typing import TYPE_CHECKING
 import torch
 
 from dcpcomm import pattern, verdicts
-from dcpcomm.combine.wire import row_bytes, wire_views
+from dcpcomm.combine.wire import block_bytes, row_bytes, wire_views
+from dcpcomm.control import Outcome, first_failure, left
 from dcpcomm.decision import Fallen
 from dcpcomm.errors import TransportTimeout
-from dcpcomm.group import Group, Outcome, first_failure
+from dcpcomm.group import Group
 from dcpcomm.reference import merge_partials
 from dcpcomm.transport import MergeShape, MergeTransport
 from dcpcomm.workspace import Workspace
@@ -72,6 +73,7 @@ def verify_transport(
     key = verdicts.key_of(transport, group)
     held = group.control.agree(Outcome(verdicts.holds(key)), config.deadline_s, f"recalling soaks of {name!r}")
     load = load_of(config.level, transport.capabilities.soak_bytes, all(one.ok for one in held))
+    group.control.note("doing", f"verifying transport {name!r}")
     patience = group.exchange_timeout_s
     started = time.monotonic()
     ok, reason = False, ""
@@ -90,7 +92,7 @@ def verify_transport(
     finally:
         group.exchange_timeout_s = patience
     mine = Outcome(ok, reason, time.monotonic() - started)
-    outcomes = group.control.agree(mine, config.deadline_s, f"verifying transport {name!r}")
+    outcomes = group.control.agree(mine, left(config.deadline_s, mine), f"verifying transport {name!r}")
     # A rank that saw wrong bits knows more than one that merely waited for it.
     saw_wrong = [one if one.reason.startswith(_WRONG) else Outcome(True) for one in outcomes]
     failure = first_failure(saw_wrong) or first_failure(outcomes)
@@ -111,9 +113,10 @@ def _check_rows(
     ends = time.monotonic() + deadline_s
     sent = 0
     sizes = _sizes(shape, group.size, width, load)
+    first: _Wrong | None = None
     for number in itertools.count():
         if number >= load.rounds and sent >= load.nbytes:
-            return
+            break
         # What is left of the deadline, so that a rank that waits and one that waits for it give up together.
         group.exchange_timeout_s = ends - time.monotonic()
         if group.exchange_timeout_s <= 0:
@@ -123,10 +126,16 @@ def _check_rows(
         if late == group.rank:
             time.sleep(0.002)
         channel = number % shape.channels
-        if transport.capabilities.layout == "view":
-            sent += _round_of_views(transport, group, shape, number, channel, tokens, width)
-        else:
-            sent += _round_of_blocks(transport, group, shape, number, channel, tokens, width, workspace)
+        try:
+            if transport.capabilities.layout == "view":
+                _round_of_views(transport, group, shape, number, channel, tokens, width)
+            else:
+                _round_of_blocks(transport, group, shape, number, channel, tokens, width, workspace)
+        except _Wrong as found:
+            first = first or found  # and on: the peers would wait out their deadline for a rank that stopped here
+        sent += block_bytes(shape.rows_per_destination(tokens, group.size), width, shape.dtype.itemsize) * group.size
+    if first is not None:
+        raise first
 
 
 def _sizes(shape: MergeShape, n: int, width: int, load: Load) -> list[int]:
@@ -151,7 +160,7 @@ def _round_of_blocks(
     tokens: int,
     width: int,
     workspace: Workspace,
-) -> int:
+) -> None:
     n, rows = group.size, shape.rows_per_destination(tokens, group.size)
     regions = workspace.regions()
     views = wire_views(
@@ -173,12 +182,11 @@ def _round_of_blocks(
         raise _Wrong(f"exchange returned shape {tuple(arrived.shape)}; expected {tuple(send.shape)}")
     for source in range(n):
         _compare(arrived[source].reshape(-1), source, group, number, send.shape[2])
-    return n * nbytes
 
 
 def _round_of_views(
     transport: MergeTransport, group: Group, shape: MergeShape, number: int, channel: int, tokens: int, width: int
-) -> int:
+) -> None:
     n = group.size
     t, h = shape.result_rows(tokens, n)
     size = t * h * width * shape.dtype.itemsize
@@ -193,7 +201,6 @@ def _round_of_views(
         parts = (got_out[:, source].contiguous(), got_lse[:, source].contiguous())
         raw = torch.cat([part.view(-1).view(torch.uint8) for part in parts])
         _compare(raw, source, group, number, width * shape.dtype.itemsize)
-    return n * (size + 4 * t * h)
 
 
 def _compare(got: torch.Tensor, source: int, group: Group, number: int, row: int) -> None:

@@ -16,7 +16,7 @@ from dataclasses import asdict
 from typing import Any
 
 from dcpcomm.combine.wire import Header
-from dcpcomm.group import Control
+from dcpcomm.control import Control
 from dcpcomm.log import log
 
 __all__ = ["Watchdog"]

@@ -49,6 +49,14 @@ def block_capacity(shape: MergeShape, world_size: int) -> int:
     return aligned(max(block_bytes(rows, width, shape.dtype.itemsize) for width in shape.widths))
 
 
+def wire_bytes(shape: MergeShape, world_size: int, tokens: int, width: int) -> int:
+    """Bytes that one rank sends to its peers in a merge of `tokens` rows of `width` columns, all chunks together."""
+    most = shape.tokens_per_exchange(world_size)
+    chunks = [most] * (tokens // most) + ([tokens % most] if tokens % most else [])
+    rows = (shape.rows_per_destination(chunk, world_size) for chunk in chunks)
+    return (world_size - 1) * sum(block_bytes(count, width, shape.dtype.itemsize) for count in rows)
+
+
 def plan(shape: MergeShape, world_size: int) -> WorkspacePlan:
     """The framework's own buffers on each rank: per channel, N blocks to send and N blocks to receive.
 

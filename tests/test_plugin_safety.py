@@ -91,8 +91,8 @@ def test_list_says_what_works_and_what_to_change(acme: Path) -> None:
     assert "acme-transports" in broken["remedy"]
 
 
-@pytest.mark.parametrize("allowed", ["", "acme"])
-def test_the_allow_list_keeps_a_plug_in_from_being_imported(acme: Path, allowed: str) -> None:
+def test_the_allow_list_keeps_a_plug_in_from_being_imported(acme: Path) -> None:
+    allowed = "acme, gloo_a2a"
     done = Machine(acme).dcpcomm("list", "--json", DCPCOMM_PLUGINS=allowed, ACME_TRACE="1")
     rows = {row["name"]: row for row in done.json}
     assert done.status == 0

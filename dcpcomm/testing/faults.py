@@ -17,8 +17,9 @@ from __future__ import annotations
 import os
 import random
 import threading
+import time
 from collections import deque
-from dataclasses import KW_ONLY, dataclass, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -140,6 +141,7 @@ class Injection:
         row, offset: the first 32-bit word that is wrong for it, by row of the block and byte of the row; None where
             nothing is (old content may equal the new).
         wanted, got: that word, before and after.
+        at: when, by `time.monotonic()`: what a deadline is to be measured from.
     """
 
     fault: Fault
@@ -152,6 +154,7 @@ class Injection:
     offset: int | None = None
     wanted: int | None = None
     got: int | None = None
+    at: float = field(default_factory=time.monotonic)
 
 
 class FaultyTransport(MergeTransport):
@@ -193,7 +196,9 @@ class FaultyTransport(MergeTransport):
         arrived = super().exchange(send, channel, **given)
         true = _blocks(arrived)
         if arrived is not recv or before is None:
-            before = earlier[-1] if earlier else [torch.zeros_like(block) for block in true]
+            before = [torch.zeros_like(block) for block in true]
+            if earlier:
+                before = [_laid_over(old, empty) for old, empty in zip(earlier[-1], before, strict=True)]
         blocks = list(true)
         for fault, rng in active:
             if fault.kind in OF_MESSAGES:
@@ -312,12 +317,12 @@ def _damage(
     block = blocks[source].clone()
     rows, width = block.shape
     if fault.kind == "drop":
-        return {source: _fitted(before[source], block)}
+        return {source: before[source]}
     if fault.kind == "zero":
         return {source: torch.zeros_like(block)}
     if fault.kind == "stale":
         stale = earlier[-fault.age] if len(earlier) >= fault.age else before
-        return {source: _fitted(stale[source], block)}
+        return {source: _laid_over(stale[source], before[source])}
     if fault.kind == "swap":
         rest = [other for other in range(len(blocks)) if other != source]
         other = rng.choice(rest) if fault.other is None else fault.other
@@ -327,7 +332,7 @@ def _damage(
         flat[first + _SHIFT :] = flat[first:-_SHIFT].clone()
         return {source: block}
     if fault.kind == "reorder":
-        old = _fitted((earlier[-1] if earlier else before)[source], block)
+        old = _laid_over((earlier[-1] if earlier else before)[source], before[source])
         late = rng.sample(range(1, rows), rng.randint(1, max(1, rows // 2))) if rows > 1 else [0]
         block[late] = old[late]
         return {source: block}
@@ -369,12 +374,12 @@ def _rewritten(arrived: Any, blocks: list[torch.Tensor], in_place: bool) -> Any:
     return tuple(parts)
 
 
-def _fitted(old: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """The bytes of `old` in the form of `like`: what memory shows when a call of another size used it before."""
-    fitted = torch.zeros_like(like)
-    size = min(old.numel(), like.numel())
-    fitted.view(-1)[:size] = old.reshape(-1)[:size]
-    return fitted
+def _laid_over(old: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
+    """The bytes of `old`, of a call of perhaps another size, in the memory that held `before`."""
+    laid = before.clone()
+    size = min(old.numel(), laid.numel())
+    laid.view(-1)[:size] = old.reshape(-1)[:size]
+    return laid
 
 
 def _first_difference(true: torch.Tensor, got: torch.Tensor) -> tuple[int, int, int, int] | tuple[()]:
