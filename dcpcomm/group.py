@@ -112,20 +112,23 @@ class Group:
             ShapeError: the ranks brought tensors of different shapes or dtypes.
             TransportTimeout: naming the ranks that did not arrive.
         """
-        mine = (tuple(tensor.shape), str(tensor.dtype))
-        shapes = [pickle.loads(p) for p in self.control.exchange(pickle.dumps(mine), self.timeout_s, what)]
-        if any(shape != mine for shape in shapes):
-            listed = ", ".join(f"rank {rank} {shape} {dtype}" for rank, (shape, dtype) in enumerate(shapes))
+        over = self._group_for(tensor.device)
+        # A coordinator's process group may count its ranks otherwise than the coordinator does.
+        place = self.rank if over is None else over.rank()
+        mine = (tuple(tensor.shape), str(tensor.dtype), place)
+        theirs = [pickle.loads(p) for p in self.control.exchange(pickle.dumps(mine), self.timeout_s, what)]
+        if any(one[:2] != mine[:2] for one in theirs):
+            listed = ", ".join(f"rank {rank} {shape} {dtype}" for rank, (shape, dtype, _) in enumerate(theirs))
             raise ShapeError(
                 f"rank {self.rank}: {what}: the ranks brought different tensors: {listed}; expected one shape and dtype"
             )
         gathered = torch.empty((self.size, *tensor.shape), dtype=tensor.dtype, device=tensor.device)
-        over = self._group_for(tensor.device)
         if self.size == 1:
             gathered[0] = tensor
         elif over is not None:
             # Their presence was just agreed on, so this can't wait for a rank that isn't coming.
-            dist.all_gather(list(gathered), tensor.contiguous(), group=over)
+            by_place = sorted(range(self.size), key=lambda rank: theirs[rank][2])
+            dist.all_gather([gathered[rank] for rank in by_place], tensor.contiguous(), group=over)
         else:
             raw = tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
             for rank, other in enumerate(self.control.exchange(raw, self.timeout_s, what)):

@@ -29,6 +29,7 @@ COMMANDS = {
     ),
     "explain": ("dcpcomm.cli.explain:explain", "What would be chosen for a shape and a configuration, and why."),
     "verify": ("dcpcomm.cli.verify:verify", "Prove one or all transports on this machine."),
+    "conformance": ("dcpcomm.cli.conformance:conformance", "Run the conformance suite on a transport."),
     "config": ("dcpcomm.cli.config:app", "Check a configuration file, or print the schema."),
 }
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import random
 import threading
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from dcpcomm.testing.conformance.case import Case, bit_equal, repeatable, works_in_graphs
 from dcpcomm.testing.conformance.judging import JudgedBy, judge_merge, judge_script, same_bits
-from dcpcomm.testing.conformance.partials import INF, NAN, Partials
+from dcpcomm.testing.conformance.partials import INF, NAN
 from dcpcomm.testing.conformance.rank import Call, Played, Rank, Script, play
 from dcpcomm.testing.conformance.scene import Scene
 
@@ -18,6 +20,7 @@ __all__ = ["CALLS"]
 
 REPEATS = 60
 ROUNDS = 24
+SLOW_CALLS = 48
 JOIN_S = 30.0
 
 
@@ -27,18 +30,17 @@ def few(scene: Scene) -> Script:
 
 
 def results_kept(at: Rank) -> list[Any]:
-    """Each call's result, and whether it was still the same after all later calls and the merger's end."""
+    """Each call's result as it came, and whether it was still the same after all later calls and the merger's end."""
+    results, copies = [], []
     with at.merger(at.scene.shape()) as merger:
-        results = [
-            merger.merge(*at.mine(call.partials), return_lse=True, channel=call.channel) for call in few(at.scene).calls
-        ]
-        first = [[t.cpu().clone() for t in result] for result in results]
-        # Once more: the first round's copies were made after its last call, which a reuse of one buffer would show
-        # against the reference only.
         for call in few(at.scene).calls:
-            merger.merge(*at.mine(call.partials), return_lse=True)
-    kept = [all(same_bits(t.cpu(), c) for t, c in zip(r, f, strict=True)) for r, f in zip(results, first, strict=True)]
-    return [(tuple(copy), still) for copy, still in zip(first, kept, strict=True)]
+            result = merger.merge(*at.mine(call.partials), return_lse=True)
+            results.append(result)
+            copies.append(tuple(t.cpu().clone() for t in result))
+    return [
+        (copy, all(same_bits(t.cpu(), c) for t, c in zip(result, copy, strict=True)))
+        for result, copy in zip(results, copies, strict=True)
+    ]
 
 
 def judge_results_kept(scene: Scene, got: list[Any]) -> None:
@@ -72,15 +74,15 @@ def judge_inputs_kept(scene: Scene, got: list[Any]) -> None:
 
 
 def slow_reader(scene: Scene) -> Script:
-    """Large calls back to back. Every row that the last rank reads has an empty source, which takes it longer: the
-    others are in their next call while it still reads, and their inputs are NaN by then.
+    """Large calls back to back. Each row that rank 0 reads has an empty source, which takes it longer, and it reads the
+    last rank's rows last: that one is in its next call by then, and its inputs are NaN.
     """
     shape, rng = scene.shape(max_tokens=192, head_dim=128), scene.generator()
     heads = shape.num_heads // scene.n
     calls = []
-    for i in range(12):
+    for i in range(SLOW_CALLS):
         partials = scene.partials(rng, 192, shape)
-        partials.lses[i % scene.n, :, -heads:] = -INF
+        partials.lses[i % scene.n, :, :heads] = -INF
         calls.append(Call(partials, tag=i))
     return Script(shape, tuple(calls), overwrite=True)
 
@@ -104,14 +106,48 @@ def channel_rounds(scene: Scene) -> tuple[Script, Script]:
 
 
 def two_channels(at: Rank) -> list[Any]:
-    """A thread per channel; ranks enter them in opposite order, and sleep at random."""
-    scripts, entered = channel_rounds(at.scene), threading.Event()
+    scripts = channel_rounds(at.scene)
+    with at.merger(scripts[0].shape) as merger:
+        return opposed(at, scripts, (merger, merger))
+
+
+def judge_two_channels(scene: Scene, got: list[Any]) -> None:
+    judge_each(scene, channel_rounds(scene), got, "channel")
+
+
+def merger_rounds(scene: Scene) -> tuple[Script, Script]:
+    """Same B, tag and width for both mergers: nothing but the merger tells their rows apart."""
+    shape, rng = scene.shape(), scene.generator()
+    calls = [[Call(scene.partials(rng, 3, shape)) for _ in range(ROUNDS)] for _ in range(2)]
+    return Script(shape, tuple(calls[0])), Script(shape, tuple(calls[1]))
+
+
+def two_mergers(at: Rank) -> Any:
+    """In opposite order; then one is closed, and the other goes on."""
+    scripts = merger_rounds(at.scene)
+    with at.merger(scripts[0].shape) as a:
+        with at.merger(scripts[1].shape) as b:
+            results = opposed(at, scripts, (a, b))
+        last = scripts[0].calls[0]
+        after = a.merge(*at.mine(last.partials), return_lse=True)
+        return results, tuple(t.cpu().clone() for t in after)
+
+
+def judge_two_mergers(scene: Scene, got: list[Any]) -> None:
+    scripts = merger_rounds(scene)
+    judge_each(scene, scripts, [results for results, _ in got], "merger")
+    last = scripts[0].calls[0].partials
+    judge_merge(scene, last, [after for _, after in got], "heads", "after the other merger's close()")
+
+
+def opposed(at: Rank, scripts: Sequence[Script], mergers: Sequence[Any]) -> list[Any]:
+    """Play two scripts at once, a thread each; ranks begin them in opposite order, and sleep at random."""
+    entered = threading.Event()
     results: list[list[Any]] = [[], []]
     errors: list[BaseException] = []
 
-    def take(merger: Any, k: int) -> None:
-        rng = at.random()
-        rng.seed(rng.random() + k)
+    def take(k: int) -> None:
+        rng = random.Random(f"{at.scene.seed}/{at.rank}/{k}")
         try:
             if (at.rank + k) % 2:
                 entered.wait(JOIN_S)
@@ -119,32 +155,30 @@ def two_channels(at: Rank) -> list[Any]:
                 time.sleep(rng.random() * 0.001)
                 out, lse, keywords = call.arguments(at)
                 entered.set()
-                merged = merger.merge(out, lse, return_lse=True, **keywords)
+                merged = mergers[k].merge(out, lse, return_lse=True, **keywords)
                 results[k].append(tuple(t.cpu().clone() for t in merged))
         except BaseException as error:
             errors.append(error)
             entered.set()
 
-    with at.merger(scripts[0].shape) as merger:
-        threads = [threading.Thread(target=take, args=(merger, k), daemon=True) for k in range(2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(JOIN_S)
-        if errors:
-            raise errors[0]
-        stuck = [k for k, thread in enumerate(threads) if thread.is_alive()]
-        if stuck:
-            raise TimeoutError(f"rank {at.rank}: channel {stuck} is stuck: the channels wait for each other")
+    threads = [threading.Thread(target=take, args=(k,), daemon=True) for k in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(JOIN_S)
+    if errors:
+        raise errors[0]
+    if any(thread.is_alive() for thread in threads):
+        raise TimeoutError(f"rank {at.rank}: stuck for {JOIN_S:g} s: the two streams of calls wait for each other")
     return results
 
 
-def judge_two_channels(scene: Scene, got: list[Any]) -> None:
-    for k, script in enumerate(channel_rounds(scene)):
+def judge_each(scene: Scene, scripts: Sequence[Script], got: list[Any], what: str) -> None:
+    for k, script in enumerate(scripts):
         try:
             judge_script(scene, script, [results[k] for results in got])
         except AssertionError as error:
-            raise AssertionError(f"channel {k}: {error}") from None
+            raise AssertionError(f"{what} {k}: {error}") from None
 
 
 def cancelling(scene: Scene) -> Script:
@@ -259,6 +293,12 @@ CALLS: tuple[Case, ...] = (
         proves="two channels, entered in opposite order on the ranks, neither mix nor wait for each other",
         rank_function=two_channels,
         judge=judge_two_channels,
+    ),
+    Case(
+        name="two-mergers",
+        proves="two mergers of one group, entered in opposite order, keep their rows apart; either may be closed first",
+        rank_function=two_mergers,
+        judge=judge_two_mergers,
     ),
     Case(
         name="repeatable",

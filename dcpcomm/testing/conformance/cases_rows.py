@@ -21,14 +21,14 @@ __all__ = ["ROWS"]
 WIDTHS = (36, 64, 80, 96, 128, 576)
 
 
-def construct(at: Rank) -> str | None:
+def construct(at: Rank) -> list[str]:
     with at.merger(at.scene.shape()) as merger:
-        return merger.transport
+        return merger.transports
 
 
 def judge_construct(scene: Scene, got: list[Any]) -> None:
-    for rank, name in enumerate(got):
-        assert name == scene.transport, f"rank {rank}: the merger took {name!r}, expected {scene.transport!r}"
+    for rank, names in enumerate(got):
+        assert names == [scene.transport], f"rank {rank}: the merger took {names}, expected [{scene.transport!r}]"
 
 
 def numbered_heads(scene: Scene) -> Script:
@@ -145,7 +145,9 @@ ROWS: tuple[Case, ...] = (
         reordered=True,
     ),
     _scripted("every-row", "all rows arrive, the last one too: B of 1, 2, odd, and up to max_tokens", row_counts),
-    _scripted("rows-vary", "B may change from call to call: nothing is kept from a larger or smaller one", varying_rows),
+    _scripted(
+        "rows-vary", "B may change from call to call: nothing is kept from a larger or smaller one", varying_rows
+    ),
     _scripted("more-than-max-tokens", "B > max_tokens runs in chunks, its valid counts cut alike", chunks),
     *(
         _scripted(f"width-{d}", f"rows of {d} elements are whole: strides, padding, rows that straddle lines", script)

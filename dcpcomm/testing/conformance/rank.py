@@ -74,9 +74,7 @@ class Rank:
             deadline_s: how long a merge waits for a peer; the scene's by default.
         """
         limit = self.scene.deadline_s if deadline_s is None else deadline_s
-        watchdog = {"timeout_s": limit, **self.scene.config.get("watchdog", {})}
-        if deadline_s is not None:
-            watchdog["timeout_s"] = deadline_s
+        watchdog = {**self.scene.config.get("watchdog", {}), "timeout_s": limit}
         return dcpcomm.DCPMerger(self.group, shape, {**self.scene.config, "watchdog": watchdog}, self.device)
 
     def mine(self, partials: Partials, layout: str = "contiguous", lse_layout: str = "contiguous") -> Any:

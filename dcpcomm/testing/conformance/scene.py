@@ -35,7 +35,7 @@ class Scene:
         fused: whether it merges by itself instead of exchanging rows.
         device: "cpu" or "cuda".
         config: what mergers are configured with, the transport named.
-        deadline_s: the watchdog's, of every merger that doesn't say otherwise.
+        deadline_s: how long a merge waits for a peer, where the case doesn't say otherwise.
     """
 
     case: str
@@ -73,11 +73,9 @@ class Scene:
         self, rng: torch.Generator, b: int, shape: MergeShape, lse_dtype: torch.dtype = torch.float32
     ) -> Partials:
         """Fresh partials of `b` rows for `shape`."""
-        return Partials.random(
-            rng, self.n, b, shape.num_heads, shape.head_dim, shape.dtype, shape.lse_base, lse_dtype
-        )
+        return Partials.random(rng, self.n, b, shape.num_heads, shape.head_dim, shape.dtype, shape.lse_base, lse_dtype)
 
     def over(self, transport: str) -> Scene:
         """The same data over another transport, without this one's configuration."""
-        config = {"transport": transport, "verify": {"level": "off"}}
+        config = {"transport": transport, "verify": {"level": "quick"}}
         return dataclasses.replace(self, transport=transport, config=config)
