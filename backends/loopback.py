@@ -114,4 +114,6 @@ class LoopbackPeer(PeerMemoryTransport):
         return PeerBuffers(self._memory, self._opened)
 
     def close(self) -> None:
+        if self._memory is not None:
+            self._office.memory.pop(self.group.rank, None)
         self._memory, self._engine, self._opened = None, None, []

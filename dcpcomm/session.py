@@ -89,15 +89,18 @@ class Session:
         for transport in self.transports.values():
             transport.close()
         self.group.generation += 1
-        for name, transport in self.transports.items():
-            again = connect_transport(self.group, self.shape, self.config, type(transport), self._workspace)
-            if isinstance(again, Fallen):
-                self.close()
-                raise TransportUnavailable(
-                    f"rank {self.group.rank}: reset could not connect {name!r} again: it fell at {again.stage} on "
-                    f"rank {again.rank}: {again.reason}. The merger is closed; make a new one"
-                )
-            self.transports[name] = again
+        try:
+            for name, transport in self.transports.items():
+                again = connect_transport(self.group, self.shape, self.config, type(transport), self._workspace)
+                if isinstance(again, Fallen):
+                    raise TransportUnavailable(
+                        f"rank {self.group.rank}: reset could not connect {name!r} again: it fell at {again.stage} on "
+                        f"rank {again.rank}: {again.reason}. The merger is closed; make a new one"
+                    )
+                self.transports[name] = again
+        except BaseException:
+            self.close()  # half of it connected: nothing that a call could use
+            raise
         self.channels = self._make_channels()
 
     def close(self) -> None:
@@ -110,6 +113,9 @@ class Session:
             self.group.control.note("closed", "closed its merger")
         for transport in self.transports.values():
             transport.close()
+        self.transports.clear()
+        self.channels.clear()
+        self._workspace.release()
 
     def _make_channels(self) -> list[Channel]:
         regions = self._workspace.regions() if self.workspace is not None else {}

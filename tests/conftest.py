@@ -20,8 +20,9 @@ _SEED = int(os.environ.get("DCPCOMM_TEST_SEED") or secrets.randbelow(2**31))
 
 #: (backend, ranks). "world" is everything, "peers" has somebody to talk to, "some" is for what costs seconds.
 ALL = [(backend, n) for backend in ("gloo_a2a", "loopback") for n in (1, 2, 3, 4)]
+ALL += [("loopback_peer", n) for n in (2, 4)]
 PEERS = [(backend, n) for backend, n in ALL if n > 1]
-SOME = [("gloo_a2a", 3), ("loopback", 3)]
+SOME = [("gloo_a2a", 3), ("loopback", 3), ("loopback_peer", 3)]
 
 
 def _name(world: tuple[str, int]) -> str:

@@ -284,3 +284,32 @@ def test_no_rows_on_one_rank_alone_is_found_at_the_next_exchange(peers: World, r
         assert isinstance(met[-1], Raised), f"rank {rank} was answered with another call's data"
         assert "CallMismatch" in met[-1].kinds, met[-1].trace
     judge([good for _, good in by_rank], cases[1])
+
+
+def tags_at_the_edge(group: Any, case: Case) -> Any:
+    rank = rank_of(group)
+    partial, lse = case.outs[rank], case.lses[rank]
+    with merger_for(group) as merger:
+        good = [merger.merge(partial, lse, tag=tag) for tag in (0, -1, 2**31 - 1, -(2**31))]
+        bad = [outcome(merger.merge, partial, lse, tag=tag) for tag in (1.5, "layer", None)]
+        wide = outcome(merger.merge, partial, lse, tag=2**32 if rank == 0 else 0)
+        meet()
+        merger.reset()
+        sign = outcome(merger.merge, partial, lse, tag=-1 if rank == 0 else 2**32 - 1)
+        meet()
+        merger.reset()
+        return good, bad, wide, sign, merger.merge(partial, lse)
+
+
+def test_tags_are_compared_whole(peers: World, rng: torch.Generator) -> None:
+    """A tag cut to 32 bits on its way would make 0 of 2**32, and meet another layer's call."""
+    case = make_case(rng, peers.n, b=3)
+    by_rank = peers.run(tags_at_the_edge, case)
+    for _, bad, wide, sign, _ in by_rank:
+        assert all(isinstance(error, Raised) and "ShapeError" in error.kinds for error in bad)
+        for error in (wide, sign):
+            assert isinstance(error, Raised), "two different tags were taken for one"
+            assert "DCPCommError" in error.kinds, error.trace
+    for results in step_results([good for good, *_ in by_rank]):
+        judge(results, case)
+    judge([last for *_, last in by_rank], case)

@@ -17,7 +17,10 @@ def run(code: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
 
 
 def test_importing_brings_no_backend_no_cli_and_no_pydantic() -> None:
-    code = "import json, sys, torch; before = set(sys.modules); import dcpcomm; print(json.dumps(sorted(set(sys.modules) - before)))"
+    code = (
+        "import json, sys, torch; before = set(sys.modules); import dcpcomm; "
+        "print(json.dumps(sorted(set(sys.modules) - before)))"
+    )
     brought = json.loads(run(code).stdout)
     assert "dcpcomm" in brought
     for name in brought:

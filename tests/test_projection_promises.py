@@ -185,3 +185,44 @@ def test_refresh_takes_the_new_weights_and_keeps_old_results(some: World, rng: t
     old, new = step_results(some.run(weights_go_on_elsewhere, order, case, w, w2))
     judge_projected(old, case, w)
     judge_projected(new, case, w2)
+
+
+def one_rank_wrong(group: Any, order: str, case: Case, w: torch.Tensor, culprit: int) -> Any:
+    """What every rank meets where `culprit` alone gathers, refreshes or projects wrongly; then all do it rightly."""
+    rank = rank_of(group)
+    mine, counts = w[4 * rank : 4 * rank + 4].clone(), case.counts[rank]
+    wrong = mine[:, 1:] if rank == culprit else mine
+    met = {}
+    with projecting(group, order, dtype=F32) as merger:
+        met["gather"] = outcome(merger.gather_w_uv, wrong)
+        meet()
+        gathered = merger.gather_w_uv(mine)
+        met["refresh"] = outcome(gathered.refresh, wrong)
+        meet()
+        gathered.refresh(mine)
+        weights = mine if rank == culprit else gathered  # a plain tensor is not what gather_w_uv returned
+        met["project"] = outcome(merger.merge_and_project, case.outs[rank], case.lses[rank], weights)
+        good = merger.merge_and_project(case.outs[rank], case.lses[rank], gathered, valid_counts=counts)
+    return {what: error if isinstance(error, Raised) else "went on" for what, error in met.items()}, good
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_weights_wrong_on_one_rank_alone_leave_nobody_waiting(peers: World, rng: torch.Generator, order: str) -> None:
+    """Section 5: what is wrong on one rank only is told to its peers; what needs no peer may simply succeed."""
+    case, w = latent_case(rng, peers.n, 3)
+    culprit = peers.n - 1
+    by_rank = peers.run(one_rank_wrong, order, case, w, culprit)
+    for rank, (met, _) in enumerate(by_rank):
+        for what, error in met.items():
+            where = f"{what}, rank {rank}"
+            if rank == culprit:
+                assert isinstance(error, Raised), f"{where}: was accepted"
+                assert "ShapeError" in error.kinds, f"{where}: {error.trace}"
+            elif what == "project" or order == "before":
+                assert isinstance(error, Raised), f"{where}: went on without rank {culprit}"
+                assert "DCPCommError" in error.kinds, f"{where}: {error.trace}"
+                assert "TransportTimeout" not in error.kinds, f"{where}: waited for its deadline"
+                assert error.names(culprit), f"{where}: rank {culprit} is not named: {error.text}"
+            if isinstance(error, Raised):
+                assert error.seconds < 5, where
+    judge_projected([good for _, good in by_rank], case, w)

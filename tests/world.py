@@ -49,7 +49,7 @@ def size_of(group: Any) -> int:
 
 def config_for(group: Any, **changes: Any) -> dict[str, Any]:
     """A configuration that names the transport under test. 15 s: far above what a right call takes."""
-    backend = "gloo_a2a" if isinstance(group, dist.ProcessGroup) else "loopback"
+    backend = "gloo_a2a" if isinstance(group, dist.ProcessGroup) else getattr(_here, "backend", "loopback")
     return {"transport": backend, "verify": {"level": "quick"}, "watchdog": {"timeout_s": 15}, **changes}
 
 
@@ -164,27 +164,28 @@ class World:
         self, fn: Callable[..., Any], *args: Any, timeout_s: float = RUN_TIMEOUT_S, fresh: bool = False
     ) -> list[Any]:
         """`fn(group, *args)` on each of the N ranks at once; the results by group rank."""
-        if self.backend == "loopback":
-            return _run_in_threads(self.n, fn, args, timeout_s)
+        if self.backend != "gloo_a2a":
+            return _run_in_threads(self.backend, self.n, fn, args, timeout_s)
         results = self.pool.run(_in_process, next(_meetings), self.n, fresh, fn, args, timeout_s=timeout_s)
         return results[: self.n]
 
     def run_counting_warnings(self, fn: Callable[..., Any], *args: Any) -> tuple[list[Any], list[str]]:
         """As `run`; and every warning, by `warnings` or by a dcpcomm logger, that any rank gave meanwhile."""
-        if self.backend == "loopback":
+        if self.backend != "gloo_a2a":
             with listening() as heard:
                 return self.run(fn, *args), heard
         pairs = self.run(_listening_rank, fn, *args)
         return [result for result, _ in pairs], [text for _, heard in pairs for text in heard]
 
 
-def _run_in_threads(n: int, fn: Callable[..., Any], args: tuple[Any, ...], timeout_s: float) -> list[Any]:
+def _run_in_threads(backend: str, n: int, fn: Callable[..., Any], args: tuple[Any, ...], timeout_s: float) -> list[Any]:
     from dcpcomm.testing import LoopbackWorld
 
     barrier = threading.Barrier(n)
 
     def body(group: Any, *given: Any) -> Any:
         _here.meet = lambda: barrier.wait(MEET_TIMEOUT_S)
+        _here.backend = backend
         return fn(group, *given)
 
     return LoopbackWorld(n).run(body, *args, timeout_s=timeout_s)
