@@ -36,7 +36,7 @@ from dcpcomm.trial import try_in_children
 from dcpcomm.verify import verify_transport
 from dcpcomm.workspace import Workspace
 
-__all__ = ["candidate_names", "connect_transport", "select"]
+__all__ = ["candidate_names", "connect_transport", "establish", "select"]
 
 T = TypeVar("T")
 _ENVIRONMENT_THAT_MATTERS = ("DCPCOMM_CONFIG", "DCPCOMM_TRANSPORT", "DCPCOMM_PLUGINS")
@@ -82,7 +82,7 @@ def select(
                 if name in fallen:
                     continue
                 group.control.note("doing", f"connecting transport {name!r}")
-                made = _establish(group, shape, config, classes[name], workspace)
+                made = establish(group, shape, config, classes[name], workspace)
                 if isinstance(made, Fallen):
                     fallen[name] = made
                     log.info("rank %d: transport %s fell: %s", group.rank, name, made)
@@ -145,7 +145,7 @@ def connect_transport(
     return transport
 
 
-def _establish(
+def establish(
     group: Group, shape: MergeShape, config: MergeConfig, cls: type[MergeTransport], workspace: Workspace
 ) -> MergeTransport | Fallen:
     """Connect one transport and have it prove itself; closed on all ranks where it fails on any. Collective."""

@@ -14,7 +14,7 @@ from dcpcomm.decision import Fallen
 from dcpcomm.errors import DCPCommError, TransportUnavailable
 from dcpcomm.group import Group
 from dcpcomm.log import log
-from dcpcomm.select import connect_transport, select
+from dcpcomm.select import establish, select
 from dcpcomm.transport import MergeShape
 from dcpcomm.watchdog import Watchdog
 from dcpcomm.workspace import Workspace
@@ -76,7 +76,7 @@ class Session:
             raise DCPCommError(f"rank {self.group.rank}: this merger is closed")
 
     def reset(self) -> None:
-        """Close the transport and connect it anew, on all ranks; every channel begins again."""
+        """Close the transports, connect and verify them anew, on all ranks; every channel begins again."""
         self.check_open()
         busy = [channel.index for channel in self.channels if channel.busy]
         if busy:
@@ -91,7 +91,7 @@ class Session:
         self.group.generation += 1
         try:
             for name, transport in self.transports.items():
-                again = connect_transport(self.group, self.shape, self.config, type(transport), self._workspace)
+                again = establish(self.group, self.shape, self.config, type(transport), self._workspace)
                 if isinstance(again, Fallen):
                     raise TransportUnavailable(
                         f"rank {self.group.rank}: reset could not connect {name!r} again: it fell at {again.stage} on "
