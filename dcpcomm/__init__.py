@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 if importlib.util.find_spec("dcpcomm.backends") is None:
     raise ImportError(
-        "dcpcomm was imported from a source folder without being installed, so its transports can't be found. "
-        "Install it first: `pip install -e .` in the repository's root, or `make` there."
+        "dcpcomm was imported from a source folder without being installed, so its transports can't be found. Install "
+        "it first: `pip install -e .` in the repository's root, or `make` there."
     )
 
 if TYPE_CHECKING:

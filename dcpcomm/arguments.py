@@ -46,8 +46,8 @@ def check_partials(
     tokens = int(partial_out.shape[0])
     if partial_lse.shape != (tokens, shape.num_heads):
         raise ShapeError(
-            f"partial_lse has shape {tuple(partial_lse.shape)}; expected [B, H] = [{tokens}, "
-            f"{shape.num_heads}], like partial_out"
+            f"partial_lse has shape {tuple(partial_lse.shape)}; expected [B, H] = [{tokens}, {shape.num_heads}], like "
+            "partial_out"
         )
     if partial_lse.dtype not in LSE_DTYPES:
         raise ShapeError(
@@ -97,8 +97,8 @@ def check_w_uv(shape: MergeShape, group: Group, device: torch.device, w_uv_local
         raise ShapeError(f"w_uv_local is a {type(w_uv_local).__name__}; expected a tensor [H/N, L, V] = {expected}")
     if tuple(w_uv_local.shape) != expected or w_uv_local.dtype != shape.dtype:
         raise ShapeError(
-            f"rank {group.rank}: w_uv_local has shape {tuple(w_uv_local.shape)} and dtype {w_uv_local.dtype}; "
-            f"expected [H/N, L, V] = {expected} and {shape.dtype}"
+            f"rank {group.rank}: w_uv_local has shape {tuple(w_uv_local.shape)} and dtype {w_uv_local.dtype}; expected "
+            f"[H/N, L, V] = {expected} and {shape.dtype}"
         )
     if w_uv_local.device != device:
         raise ShapeError(f"rank {group.rank}: w_uv_local is on {w_uv_local.device}; expected {device}")
@@ -119,8 +119,8 @@ def _check_tensor(name: str, tensor: Any, device: torch.device) -> None:
         raise ShapeError(f"{name} has layout {tensor.layout}; expected torch.strided")
     if tensor.requires_grad and torch.is_grad_enabled():
         raise ShapeError(
-            f"{name} requires grad; a merge is an inference operation: detach it, or call under "
-            "torch.no_grad() or inference_mode()"
+            f"{name} requires grad; a merge is an inference operation: detach it, or call under torch.no_grad() or "
+            "inference_mode()"
         )
 
 

@@ -63,9 +63,8 @@ class Channel:
         """
         if not self._busy.acquire(blocking=False):
             raise DCPCommError(
-                f"rank {self._group.rank}: channel {self.index} is inside a call of another thread; a "
-                "channel is one ordered "
-                "stream of calls: use one channel per micro-batch in flight (MergeShape.channels)"
+                f"rank {self._group.rank}: channel {self.index} is inside a call of another thread; a channel is one "
+                "ordered stream of calls: use one channel per micro-batch in flight (MergeShape.channels)"
             )
         if self.broken is not None:
             self._busy.release()
@@ -153,9 +152,8 @@ class Channel:
         except Exception as error:
             raise self._break(
                 DCPCommError(
-                    f"rank {self._group.rank}: transport {transport.name!r} raised in {header} on "
-                    f"channel {self.index}: "
-                    f"{type(error).__name__}: {error}"
+                    f"rank {self._group.rank}: transport {transport.name!r} raised in {header} on channel "
+                    f"{self.index}: {type(error).__name__}: {error}"
                 )
             ) from error
         except BaseException as error:  # an interrupt in mid-exchange: half of the messages may be under way
@@ -231,20 +229,25 @@ class Channel:
             raise self._break(
                 CallMismatch(
                     f"rank {rank}: ranks met in different calls on channel {self.index}: rank {rank} came with {mine}; "
-                    f"{'; '.join(other + cancelled)}. Nothing was merged. Did a rank skip a merge, or was "
-                    "B different there?"
+                    f"{'; '.join(other + cancelled)}. Nothing was merged. Did a rank skip a merge, or was B different "
+                    "there?"
                 )
             )
         raise CallMismatch(
-            f"rank {rank}: {mine} on channel {self.index} was called off: {'; '.join(cancelled)}. Nothing "
-            "was merged; the next "
-            "call may follow"
+            f"rank {rank}: {mine} on channel {self.index} was called off: {'; '.join(cancelled)}. Nothing was merged; "
+            "the next call may follow"
         )
 
     def _timed_out(self, transport: MergeTransport, error: TransportTimeout, call: Header) -> DCPCommError:
         rank = self._group.rank
         self._group.control.note("raised", f"raised in {call} on channel {self.index}: {error}")
         for late in error.ranks:
+            reason = self._group.control.read_note(late, f"cancel/{self.index}/{call.ordinal}")
+            if reason:  # over a transport that could not tell us sooner
+                return CallMismatch(
+                    f"rank {rank}: {call} on channel {self.index} was called off: rank {late} raised in call "
+                    f"{call.ordinal} instead of sending its rows: {reason}. Nothing was merged"
+                )
             # With another B it may be waiting over another transport, where its header can't be met.
             theirs = self._watchdog.call_of(late, self.index)
             if theirs is not None and theirs.ordinal == call.ordinal and theirs != call:
@@ -253,8 +256,8 @@ class Channel:
                     f"rank {late} in {theirs}. Nothing was merged"
                 )
         return TransportTimeout(
-            f"rank {rank}: {call} on channel {self.index} over {transport.name!r}: {error}. "
-            f"Last heard: {self._watchdog.last_words(error.ranks)}",
+            f"rank {rank}: {call} on channel {self.index} over {transport.name!r}: {error}. Last heard: "
+            f"{self._watchdog.last_words(error.ranks)}",
             error.ranks,
         )
 

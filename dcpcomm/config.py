@@ -325,8 +325,8 @@ def _from_file(name: str, origin: str) -> Source:
             kind = "it is a directory" if path.is_dir() else "no such file"
             hint = registry.nearest(bare, shipped) or "."
             raise ConfigError(
-                f"{origin} {name!r}: {kind}{hint} Give the path of a YAML file, or the "
-                f"name of one that dcpcomm ships: {', '.join(shipped)}"
+                f"{origin} {name!r}: {kind}{hint} Give the path of a YAML file, or the name of one that dcpcomm ships: "
+                f"{', '.join(shipped)}"
             )
         path = shipped[bare]
     try:

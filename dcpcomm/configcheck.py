@@ -92,8 +92,8 @@ def plain(value: Any, path: Path = ()) -> Any:
     if value is None or isinstance(value, str | bool | int | float):
         return value
     raise ConfigError(
-        f"{MAPPING}: {dotted(path)} is {value!r:.60}, of type {type(value).__name__}; expected text, a "
-        "number, true or false, a list or a mapping"
+        f"{MAPPING}: {dotted(path)} is {value!r:.60}, of type {type(value).__name__}; expected text, a number, true or "
+        "false, a list or a mapping"
     )
 
 
@@ -173,8 +173,8 @@ def _unknown_key(source: Source, path: Path, keys: Sequence[str]) -> None:
     where = f" of {dotted(path[:-1])}" if len(path) > 1 else ""
     source.add(
         path,
-        f"key {dotted(path)!r} is not known{nearest(path[-1], keys) or '; remove it.'} "
-        f"Valid keys{where}: {', '.join(keys)}",
+        f"key {dotted(path)!r} is not known{nearest(path[-1], keys) or '; remove it.'} Valid keys{where}: "
+        f"{', '.join(keys)}",
         at_key=True,
     )
 

@@ -83,8 +83,7 @@ class Control:
         return [Outcome(*pickle.loads(outcome)) for outcome in outcomes]
 
     def fail(self, reason: str) -> None:
-        """In place of the next `exchange`: make it raise on every other rank, with `reason`. Doesn't "
-        "wait for anybody."""
+        """In place of the next `exchange`: make it raise on every other rank, with `reason`. Waits for nobody."""
         step, self._step = self._step, self._step + 1
         if self.size == 1:
             return
@@ -140,8 +139,8 @@ class Control:
             if isinstance(error, DCPCommError):
                 raise
             raise TransportTimeout(
-                f"rank {self.rank}: the store that the ranks meet at is gone ({type(error).__name__}: "
-                f"{error}) in {what}"
+                f"rank {self.rank}: the store that the ranks meet at is gone ({type(error).__name__}: {error}) in "
+                f"{what}"
             ) from error
         if kind == "all":
             return list(value)
@@ -151,16 +150,15 @@ class Control:
         missing, why = value
         if self.rank in missing:
             raise TransportTimeout(
-                f"rank {self.rank}: {what} had ended before this rank arrived: it {why}, and the others "
-                "gave up. Call again, "
-                "on all ranks of the group",
+                f"rank {self.rank}: {what} had ended before this rank arrived: it {why}, and the others gave up. Call "
+                "again, on all ranks of the group",
                 missing,
             )
         doing = (self.read_note(rank, "doing") for rank in missing)
         heard = "; ".join(f"rank {rank} was last {did}" for rank, did in zip(missing, doing, strict=True) if did)
         raise TransportTimeout(
-            f"rank {self.rank}: {what}: rank {_listed(missing)} of {self.size} {why}. Every rank of the "
-            "group must make "
+            f"rank {self.rank}: {what}: rank {_listed(missing)} of {self.size} {why}. Every rank of the group must "
+            "make "
             f"this call; is that process alive, and does it make the same calls in the same order? {heard}".rstrip(),
             missing,
         )

@@ -6,8 +6,8 @@
     ├── TransportUnavailable          no transport, or not the named one, can serve this group on this machine
     │   └── VerificationFailed        a transport ran, but what arrived was not what was sent
     ├── SelectionMismatch             ranks came to a construction with different shapes, configs or versions
-    ├── CallMismatch                  ranks met in one exchange with different calls, or a peer raised instead of
-    sending └── TransportTimeout              a peer did not arrive within the deadline, or is gone
+    ├── CallMismatch                  ranks met in one exchange with different calls, or a peer raised before it sent
+    └── TransportTimeout              a peer did not arrive within the deadline, or is gone
 
 Every message says what came, what was expected, on which rank, and what to do.
 """

@@ -15,8 +15,8 @@ def describe(decision: Decision, shape: MergeShape, config: MergeConfig, group: 
     hosts = len(set(group.hosts)) or 1
     lines = [
         f"merge of [B<={shape.max_tokens}, H={shape.num_heads}, D={shape.head_dim}] {shape.dtype}, LSE base "
-        f"{shape.lse_base}, scatter {shape.scatter}, {shape.channels} channel(s), {group.size} rank(s) on "
-        f"{hosts} host(s)"
+        f"{shape.lse_base}, scatter {shape.scatter}, {shape.channels} channel(s), {group.size} rank(s) on {hosts} "
+        "host(s)"
     ]
     if not decision.transports:
         lines.append("transport: none; one rank has nobody to exchange with")

@@ -75,8 +75,8 @@ class Group:
         if group is None:
             if not dist.is_initialized():
                 raise DCPCommError(
-                    "group=None means the default process group, but torch.distributed isn't initialised; "
-                    "call torch.distributed.init_process_group first, or pass a group"
+                    "group=None means the default process group, but torch.distributed isn't initialised; call "
+                    "torch.distributed.init_process_group first, or pass a group"
                 )
             group = dist.group.WORLD
         if isinstance(group, dist.ProcessGroup):
@@ -88,9 +88,8 @@ class Group:
                     "this process isn't part of the group that was passed: only its members build a merger"
                 )
             raise ShapeError(
-                f"group is a {type(group).__name__}; expected None, a torch ProcessGroup, or an object "
-                "with rank_in_group, "
-                "world_size, device_group and perhaps cpu_group"
+                f"group is a {type(group).__name__}; expected None, a torch ProcessGroup, or an object with "
+                "rank_in_group, world_size, device_group and perhaps cpu_group"
             )
         store = _store_of(device_group) if group.world_size > 1 else dist.HashStore()
         return cls(

@@ -107,8 +107,8 @@ def register_transport(name: str, cls_or_dotted_path: str | type[MergeTransport]
     known = registered_transports().get(name)
     if known is not None and not known.blocked and known.target != cls_or_dotted_path:
         raise ConfigError(
-            f"{call}: {known.distribution} has already registered {known.dotted_path} by this name; choose "
-            "another name, or call unregister_transport first if that was register_transport"
+            f"{call}: {known.distribution} has already registered {known.dotted_path} by this name; choose another "
+            "name, or call unregister_transport first if that was register_transport"
         )
     if known is None or known.blocked:
         _by_call[name] = cls_or_dotted_path
@@ -177,9 +177,8 @@ def _entry(name: str) -> TransportEntry:
     entries = registered_transports()
     if name not in entries:
         raise ConfigError(
-            f"no transport is registered as {name!r}{nearest(name, entries) or '.'} "
-            f"Registered: {', '.join(entries) or 'none'}. Correct the name, or install the package that "
-            "provides it"
+            f"no transport is registered as {name!r}{nearest(name, entries) or '.'} Registered: "
+            f"{', '.join(entries) or 'none'}. Correct the name, or install the package that provides it"
         )
     return entries[name]
 
@@ -192,8 +191,8 @@ def _only(claims: list[TransportEntry]) -> TransportEntry:
     if len({(_owner_key(entry), entry.target) for entry in allowed}) > 1:
         listed = " and ".join(sorted(f"{entry.distribution} ({entry.dotted_path})" for entry in allowed))
         raise ConfigError(
-            f"transport name {allowed[0].name!r} is claimed by {listed}; uninstall one of them, or leave it "
-            f"out of the allow-list in {PLUGINS_VARIABLE}"
+            f"transport name {allowed[0].name!r} is claimed by {listed}; uninstall one of them, or leave it out of the "
+            f"allow-list in {PLUGINS_VARIABLE}"
         )
     return allowed[0]
 
@@ -340,8 +339,8 @@ def _held_to_contract(entry: TransportEntry, cls: Any) -> type[MergeTransport]:
 def _install(entry: TransportEntry, missing: str) -> str:
     if _owner_key(entry) == _OWN:
         return (
-            f"install {missing.partition('.')[0]}: `pip install 'dcpcomm[cu12]'` brings what dcpcomm's "
-            "transports need on CUDA 12, `pip install 'dcpcomm[cu13]'` on CUDA 13"
+            f"install {missing.partition('.')[0]}: `pip install 'dcpcomm[cu12]'` brings what dcpcomm's transports need "
+            "on CUDA 12, `pip install 'dcpcomm[cu13]'` on CUDA 13"
         )
     return f"install what provides {missing!r} (see the requirements and extras of {entry.distribution})"
 

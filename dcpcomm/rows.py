@@ -52,8 +52,8 @@ def empty_rows(
     _check("query_start_loc", query_start_loc, device)
     if seq_lens.dim() != 1 or query_start_loc.shape != (seq_lens.numel() + 1,):
         raise ShapeError(
-            f"seq_lens has shape {tuple(seq_lens.shape)} and query_start_loc {tuple(query_start_loc.shape)}; "
-            "expected [S] and [S+1]"
+            f"seq_lens has shape {tuple(seq_lens.shape)} and query_start_loc {tuple(query_start_loc.shape)}; expected "
+            "[S] and [S+1]"
         )
     if seq_lens.numel() == 0:
         return torch.ones(tokens, dtype=torch.bool, device=device)

@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 import torch
 
 import dcpcomm
+from dcpcomm.combine.wire import row_bytes
 from dcpcomm.config import MergeConfig, config_fingerprint, options_for
 from dcpcomm.control import Outcome, first_failure, left
 from dcpcomm.cost import CostTable, LinkClass, Price, buckets, load_cost_table
@@ -150,7 +151,7 @@ def establish(
 ) -> MergeTransport | Fallen:
     """Connect one transport and have it prove itself; closed on all ranks where it fails on any. Collective."""
     if cls.capabilities.may_hang:
-        fallen = try_in_children(group, shape, config, cls)
+        fallen = try_in_children(group, shape, config, cls, workspace.device)
         if fallen is not None:
             return fallen
     transport = connect_transport(group, shape, config, cls, workspace)
@@ -249,6 +250,11 @@ def _declared(
         )
     if not can.multi_host and hosts > 1:
         return Verdict(False, f"stays within one host; the group spans {hosts}", "use a transport for many hosts")
+    widths = [width for width in shape.widths if row_bytes(width, shape.dtype.itemsize) % can.row_alignment]
+    if widths and can.layout == "packed":
+        return Verdict(
+            False, f"needs rows of a multiple of {can.row_alignment} bytes; those of width {widths[0]} aren't"
+        )
     if shape.require_graph and not can.graph_capturable:
         return Verdict(False, "can't be captured in a CUDA graph; the shape has require_graph=True")
     if config.deterministic and not can.deterministic:
@@ -352,8 +358,8 @@ def _none_left(rank: int, config: MergeConfig, decision: Decision) -> str:
     head = f"rank {rank}: no transport can serve this group"
     if config.transport != "auto" and config.on_unavailable == "error":
         head = (
-            f"rank {rank}: transport {config.transport!r} was named and can't be used; "
-            "`on_unavailable: fallback` would try the others"
+            f"rank {rank}: transport {config.transport!r} was named and can't be used; `on_unavailable: fallback` "
+            "would try the others"
         )
     return "\n".join([head, *(lines or ["  no candidate: the configuration forbids all of them"])])
 

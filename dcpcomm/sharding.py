@@ -67,8 +67,8 @@ def local_row_counts(
     starts = torch.as_tensor(query_start_loc, device=lens.device).to(torch.int64)
     if lens.dim() != 1 or starts.dim() != 1 or starts.numel() != lens.numel() + 1:
         raise ShapeError(
-            f"query_start_loc has shape {tuple(starts.shape)} and global_lens {tuple(lens.shape)}; "
-            "expected [S+1] and [S]"
+            f"query_start_loc has shape {tuple(starts.shape)} and global_lens {tuple(lens.shape)}; expected [S+1] and "
+            "[S]"
         )
     if num_rows is None:
         num_rows = int(starts[-1])

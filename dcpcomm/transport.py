@@ -93,8 +93,8 @@ class MergeShape:
         """Raise `ShapeError` unless the heads divide evenly over `world_size` ranks."""
         if self.num_heads % world_size:
             raise ShapeError(
-                f"num_heads={self.num_heads} is not a multiple of the group's size {world_size}; "
-                f"pad the heads to {-(-self.num_heads // world_size) * world_size}, or use another group size"
+                f"num_heads={self.num_heads} is not a multiple of the group's size {world_size}; pad the heads to "
+                f"{-(-self.num_heads // world_size) * world_size}, or use another group size"
             )
 
     @property
@@ -130,7 +130,8 @@ class Capabilities:
         devices: device types it moves rows on.
         dtypes: dtypes of `partial_out` that it carries.
         world_sizes: smallest and largest group.
-        row_alignment: bytes that a row's payload must be a multiple of; wider padding is the framework's job.
+        row_alignment: bytes that a packed row must be a multiple of. Rows are padded to 16; a transport that needs more
+            serves only the widths that come out right.
         multi_host: whether ranks may sit on different hosts.
         graph_capturable: whether an exchange can be captured in a CUDA graph.
         deterministic: whether the result is bit-equal to the canonical arithmetic.

@@ -67,7 +67,9 @@ class _Ending:
     lost: str = ""
 
 
-def try_in_children(group: Group, shape: MergeShape, config: MergeConfig, cls: type[MergeTransport]) -> Fallen | None:
+def try_in_children(
+    group: Group, shape: MergeShape, config: MergeConfig, cls: type[MergeTransport], device: torch.device
+) -> Fallen | None:
     """None where all children connected and verified `cls`; else where it fell first. Collective over `group`."""
     name = cls.name
     one_host = len(set(group.hosts)) == 1
@@ -81,7 +83,6 @@ def try_in_children(group: Group, shape: MergeShape, config: MergeConfig, cls: t
         posted = f"{address} {store.port}".encode()
     met = group.control.exchange(posted, config.verify.deadline_s, f"preparing a trial of {name!r}")[0].decode()
     address, port = met.split()
-    device = f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_available() else "cpu"
     target = f"{cls.__module__}:{cls.__qualname__}"
     # Halved: connecting and verifying each get their share of the deadline, at whose end the child is killed.
     half = config.verify.model_copy(update={"deadline_s": config.verify.deadline_s / 2})
@@ -96,7 +97,7 @@ def try_in_children(group: Group, shape: MergeShape, config: MergeConfig, cls: t
         group.hosts,
         shape,
         config_of_child,
-        device,
+        str(device),
         os.getpid(),
     )
     ending = _run_child(task, config.verify.deadline_s + _GRACE_S)

@@ -216,9 +216,8 @@ def _compare(got: torch.Tensor, source: int, group: Group, number: int, row: int
     at, inside = divmod(first * 4, row)
     what = pattern.describe(value, first, source, group.rank, number, group.size, words_want.numel(), _POISON)
     raise _Wrong(
-        f"rank {group.rank} got {wrong.numel()} wrong words of {words_want.numel()} from rank {source} in "
-        f"round {number}; "
-        f"the first in row {at}, byte {inside}: wanted 0x{int(words_want[first]) & 0xFFFFFFFF:08x}, got "
+        f"rank {group.rank} got {wrong.numel()} wrong words of {words_want.numel()} from rank {source} in round "
+        f"{number}; the first in row {at}, byte {inside}: wanted 0x{int(words_want[first]) & 0xFFFFFFFF:08x}, got "
         f"0x{value & 0xFFFFFFFF:08x}, {what}"
     )
 
@@ -244,9 +243,8 @@ def _check_merges(transport: MergeTransport, group: Group, shape: MergeShape, lo
             if not bool(close.all()):
                 place = tuple(int(i) for i in (~close).nonzero()[0])
                 raise _Wrong(
-                    f"rank {group.rank}, round {number}: merged {what} at {place} is {float(got[place])}, "
-                    "the oracle says "
-                    f"{float(want[place])}; {int((~close).sum())} of {close.numel()} are wrong"
+                    f"rank {group.rank}, round {number}: merged {what} at {place} is {float(got[place])}, the oracle "
+                    f"says {float(want[place])}; {int((~close).sum())} of {close.numel()} are wrong"
                 )
 
 

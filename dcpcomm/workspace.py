@@ -81,13 +81,13 @@ class Workspace:
     def __init__(self, shape: MergeShape, world_size: int, device: torch.device) -> None:
         self.plan = plan(shape, world_size)
         self.memory: torch.Tensor | None = None
-        self._device = device
+        self.device = device
 
     def regions(self) -> dict[str, torch.Tensor]:
         """uint8 by name, "send[0]", "recv[0]", ...: one pair for each channel."""
         if self.memory is None:
             with torch.inference_mode(False):  # an inference tensor could not be written outside of inference mode
-                self.memory = torch.empty(self.plan.total, dtype=torch.uint8, device=self._device)
+                self.memory = torch.empty(self.plan.total, dtype=torch.uint8, device=self.device)
         memory = self.memory
         return {region.name: region.of(memory) for region in self.plan.regions}
 

@@ -14,6 +14,7 @@ import typer
 from dcpcomm.cli.shape import (
     Base,
     Channels,
+    Device,
     Dtype,
     DtypeOption,
     HeadDim,
@@ -45,6 +46,7 @@ def explain(
     lse_base: LseBase = Base.e,
     scatter: ScatterOption = Scatter.heads,
     channels: Channels = 1,
+    device: Device = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON to standard output.")] = False,
 ) -> None:
     """What would be chosen for a shape and a configuration, and why.
@@ -55,17 +57,17 @@ def explain(
 
     shape = make_shape(max_tokens, num_heads, head_dim, v_head_dim, dtype, lse_base, scatter, channels)
     load_config(config)  # what is wrong with the file is said before any process is started
-    answers = on_ranks(decide, ranks, shape, None if config is None else str(config))
+    answers = on_ranks(decide, ranks, shape, None if config is None else str(config), device)
     if answers is None:  # another rank than 0 under torchrun
         return
     text, facts = answers[0]
     print(json.dumps(facts, indent=2) if as_json else text)
 
 
-def decide(shape: MergeShape, config: str | None) -> tuple[str, dict[str, Any]]:
+def decide(shape: MergeShape, config: str | None, device: str | None) -> tuple[str, dict[str, Any]]:
     """On one rank: the explanation, and the decision as plain data."""
     from dcpcomm.merger import DCPMerger
 
-    with DCPMerger(None, shape, config) as merger:
+    with DCPMerger(None, shape, config, device) as merger:
         decision = asdict(merger.decision)
         return merger.explain(), {"transports": merger.transports, **decision, "device_bytes": merger.device_bytes}

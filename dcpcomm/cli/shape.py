@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Base",
     "Channels",
+    "Device",
     "Dtype",
     "DtypeOption",
     "HeadDim",
@@ -59,6 +60,9 @@ VHeadDim = Annotated[int | None, typer.Option("--v-head-dim", help="V, where W_U
 DtypeOption = Annotated[Dtype, typer.Option("--dtype", help="Of the partials.")]
 LseBase = Annotated[Base, typer.Option("--lse-base", help="Of the LSE.")]
 ScatterOption = Annotated[Scatter, typer.Option("--scatter", help="What is divided over ranks in the result.")]
+Device = Annotated[
+    str | None, typer.Option(help="Where the partials are: cpu or cuda; default: cuda where there is one.")
+]
 Channels = Annotated[int, typer.Option(help="Independent streams of calls.")]
 
 

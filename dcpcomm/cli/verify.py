@@ -12,6 +12,7 @@ import typer
 from dcpcomm.cli.shape import (
     Base,
     Channels,
+    Device,
     Dtype,
     DtypeOption,
     HeadDim,
@@ -55,6 +56,7 @@ def verify(
     lse_base: LseBase = Base.e,
     scatter: ScatterOption = Scatter.heads,
     channels: Channels = 1,
+    device: Device = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON to standard output.")] = False,
 ) -> None:
     """Prove one or all transports on this machine.
@@ -85,6 +87,7 @@ def verify(
             list(names or registered_transports()),
             level.value,
             deadline_s,
+            device,
             on_event=lambda rank, event: bar.update(task, description=str(event)),
         )
     if answers is None:  # another rank than 0 under torchrun
@@ -102,7 +105,9 @@ def verify(
         raise typer.Exit(1)
 
 
-def prove(shape: MergeShape, names: list[str], level: str, deadline_s: float) -> list[dict[str, Any]]:
+def prove(
+    shape: MergeShape, names: list[str], level: str, deadline_s: float, device: str | None
+) -> list[dict[str, Any]]:
     """On one rank: a row for each transport."""
     from dcpcomm.errors import TransportUnavailable, VerificationFailed
     from dcpcomm.launch import emit
@@ -115,7 +120,7 @@ def prove(shape: MergeShape, names: list[str], level: str, deadline_s: float) ->
         config = {"transport": name, "verify": {"level": level, "deadline_s": deadline_s}}
         verdict, why = _PROVEN, ""
         try:
-            DCPMerger(None, shape, config).close()
+            DCPMerger(None, shape, config, device).close()
         except VerificationFailed as error:
             verdict, why = _WRONG, _reason(error)
         except TransportUnavailable as error:
