@@ -56,7 +56,7 @@ class GlooA2A(MergeTransport):
 
     def exchange(self, send: torch.Tensor, channel: int, recv: torch.Tensor | None = None) -> torch.Tensor:
         assert recv is not None
-        rank, started = self.group.rank, time.monotonic()
+        started = time.monotonic()
         if self._unread[channel]:
             for peer, work in self._unread[channel]:
                 self._wait(work, peer, started)
@@ -65,7 +65,7 @@ class GlooA2A(MergeTransport):
         # Receives first: a message that finds its receive posted goes straight to its place.
         works = [(peer, self._gloo.recv([room[peer]], peer, channel)) for peer in self._peers]
         works += [(peer, self._gloo.send([send[peer].view(-1)], peer, channel)) for peer in self._peers]
-        recv[rank].copy_(send[rank])
+        recv[self.group.rank].copy_(send[self.group.rank])
         for peer, work in works:
             self._wait(work, peer, started)
         return recv

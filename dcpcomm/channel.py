@@ -13,7 +13,7 @@ import threading
 import numpy as np
 import torch
 
-from dcpcomm.combine.torch_engine import combine, pack
+from dcpcomm.combine.torch_engine import clean_lse, combine, pack
 from dcpcomm.combine.wire import KIND_CANCELLED, Header, WireViews, wire_views
 from dcpcomm.decision import Decision
 from dcpcomm.errors import CallMismatch, DCPCommError, TransportTimeout
@@ -53,7 +53,7 @@ class Channel:
         self._send, self._recv = send, recv
         self._ordinal = 0
         self._busy = threading.Lock()
-        self._views: dict[tuple[str, int, int], tuple[WireViews, WireViews]] = {}
+        self._views: dict[tuple[str, int, int, int], tuple[WireViews, WireViews]] = {}
 
     def enter(self) -> int:
         """Begin a call; its ordinal. `leave` must follow.
@@ -102,7 +102,7 @@ class Channel:
         if not transport.capabilities.ragged or self._send is None:
             return  # they find the note when their deadline passes
         header = Header(ordinal=ordinal, tag=0, tokens=0, chunk=0, width=0, kind=KIND_CANCELLED)
-        views = self._buffers(transport, 0, self._shape.head_dim)[0]
+        views = self._buffers(transport, 0, 0, self._shape.head_dim)[0]
         views.words[:] = header.words()
         try:
             transport.cancel(views.blocks, self.index)
@@ -116,7 +116,7 @@ class Channel:
 
         Args:
             partial_out: `[N, t, h, D]`, destination first, any strides.
-            lse: `[N, t, h]` float32, -inf where the row is empty here.
+            lse: `[N, t, h]`, any float dtype; -inf, NaN or +inf where the row is empty here.
 
         Returns:
             out `[t, h, D]`, freshly allocated, and the LSE `[t, h]` float32 or None.
@@ -125,26 +125,21 @@ class Channel:
             CallMismatch: a peer is in another call, or raised instead of sending.
             TransportTimeout: a peer did not arrive.
         """
-        n, t, h, d = partial_out.shape
         base, dtype = self._shape.lse_base, self._shape.dtype
         if not self._transports:
-            out, out_lse = combine(partial_out.reshape(1, t * h, d), lse.reshape(1, t * h), base, dtype, want_lse)
-            return out.view(t, h, d), out_lse.view(t, h) if out_lse is not None else None
+            return combine(list(partial_out), lse, base, dtype, want_lse)
 
         transport = self._transports[self._decision.transport_for(header.tokens)]
         self._watchdog.begin(self.index, header)
         try:
             if transport.fused_merge is not None:
-                return self._fused(transport, partial_out, lse)
+                return self._fused(transport, partial_out, clean_lse(lse, None))
             if transport.capabilities.layout == "view":
-                rows, lses = transport.exchange((partial_out.transpose(0, 1), lse.transpose(0, 1)), self.index)
-                payload, lse = (
-                    rows.transpose(0, 1).reshape(n, t * h, d),
-                    lses.transpose(0, 1).reshape(n, t * h),
-                )
-            else:
-                payload, lse = self._exchange_packed(transport, partial_out, lse, header)
-            out, out_lse = combine(payload, lse, base, dtype, want_lse)
+                views = (partial_out.transpose(0, 1), clean_lse(lse, None).transpose(0, 1))
+                arrived, lses = transport.exchange(views, self.index)
+                return combine(arrived.unbind(1), lses.transpose(0, 1), base, dtype, want_lse)
+            rows, lse = self._exchange_packed(transport, partial_out, lse, header)
+            return combine(rows, lse, base, dtype, want_lse)
         except TransportTimeout as error:
             raise self._break(self._timed_out(transport, error, header)) from error
         except CallMismatch:
@@ -161,22 +156,29 @@ class Channel:
             raise
         finally:
             self._watchdog.end(self.index, header)
-        return out.view(t, h, d), out_lse.view(t, h) if out_lse is not None else None
 
     def _exchange_packed(
         self, transport: MergeTransport, partial_out: torch.Tensor, lse: torch.Tensor, header: Header
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[list[torch.Tensor], torch.Tensor]:
+        """By source: rows `[t, h, D]`, this rank's own straight from its partials, and LSEs `[N, t, h]`."""
+        rank = self._group.rank
         _, t, h, _ = partial_out.shape
-        send, recv = self._buffers(transport, t * h, header.width)
-        pack(send, partial_out, lse)
+        send, recv = self._buffers(transport, t, h, header.width)
+        pack(send, partial_out, lse, rank)
         words = np.array(header.words(), dtype=np.int64)
         send.words[:] = words
         arrived = transport.exchange(send.blocks, self.index, recv=recv.blocks)
         if arrived is not recv.blocks:
-            recv = WireViews(arrived, header.width, self._shape.dtype)
-        if not (recv.words == words).all():
-            self._refuse(recv.words, header)
-        return recv.payload, recv.lse
+            recv = WireViews(arrived, t, h, header.width, self._shape.dtype)
+        theirs = recv.words.copy()
+        theirs[rank] = words
+        if not (theirs == words).all():
+            self._refuse(theirs, header)
+        rows = list(recv.payload)
+        rows[rank] = partial_out[rank]
+        lses = recv.lse.clone()
+        lses[rank] = lse[rank]
+        return rows, lses
 
     def _fused(
         self, transport: MergeTransport, partial_out: torch.Tensor, lse: torch.Tensor
@@ -191,18 +193,17 @@ class Channel:
         out, out_lse = transport.fused_merge(whole, whole_lse, self.index)
         return out, out_lse
 
-    def _buffers(self, transport: MergeTransport, rows: int, width: int) -> tuple[WireViews, WireViews]:
-        """Views of the send and receive regions for `rows` rows of `width` per destination."""
-        key = (transport.name, rows, width)
+    def _buffers(self, transport: MergeTransport, t: int, h: int, width: int) -> tuple[WireViews, WireViews]:
+        """Views of the send and receive regions for `t * h` rows of `width` per destination."""
+        key = (transport.name, t, h, width)
         found = self._views.get(key)
         if found is None:
             assert self._send is not None
             assert self._recv is not None
             if len(self._views) >= _VIEWS_KEPT:
                 self._views.clear()
-            found = self._views[key] = wire_views(
-                self._send, self._recv, self._group.size, rows, width, self._shape.dtype, transport.capabilities.ragged
-            )
+            n, dtype, ragged = self._group.size, self._shape.dtype, transport.capabilities.ragged
+            found = self._views[key] = wire_views(self._send, self._recv, n, t, h, width, dtype, ragged)
         return found
 
     def _refuse(self, words: np.ndarray, mine: Header) -> None:

@@ -237,7 +237,8 @@ class DCPMerger:
                 if before:
                     assert w_uv is not None
                     partial_out = project(partial_out, w_uv.whole)
-                lse = by_destination(clean_lse(partial_lse, empty), self.shape.scatter, self.group.size)
+                lse = partial_lse if empty is None else clean_lse(partial_lse, empty)
+                lse = by_destination(lse, self.shape.scatter, self.group.size)
                 partials = by_destination(partial_out, self.shape.scatter, self.group.size)
             except Exception as error:
                 stream.cancel(ordinal, rows_of(partial_out), error)
@@ -273,7 +274,7 @@ class DCPMerger:
             text = "rank %d: a merge of B=%d rows runs in chunks, because max_tokens=%d; said once per merger"
             log.warning(text, self.group.rank, tokens, self.shape.max_tokens)
         result = out if out is not None else partials.new_empty((t, h, width))
-        result_lse = lse.new_empty((t, h)) if want_lse else None
+        result_lse = lse.new_empty((t, h), dtype=torch.float32) if want_lse else None
         for chunk, start in enumerate(range(0, t, self._chunk)):
             part = slice(start, start + self._chunk)
             header = Header(ordinal, tag, tokens, chunk, width)

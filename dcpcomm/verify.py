@@ -168,6 +168,7 @@ def _round_of_blocks(
         regions[f"recv[{channel}]"],
         n,
         rows,
+        1,
         width,
         shape.dtype,
         transport.capabilities.ragged,

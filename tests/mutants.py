@@ -263,12 +263,9 @@ class Pull(Loopback):
             lent[source] = self._take(source, channel, started)
         rank, n, scatter = self.group.rank, self.group.size, self.shape.scatter
         rows = [by_destination(theirs, scatter, n)[rank] for theirs, _ in lent]
-        t, h, d = rows[0].shape
-        lses = torch.stack([by_destination(theirs, scatter, n)[rank].reshape(t * h) for _, theirs in lent])
-        payload: Any = [row.flatten(0, 1) for row in rows]
-        merged, merged_lse = combine(payload, lses, self.shape.lse_base, self.shape.dtype, True)
-        assert merged_lse is not None
-        return self.result(merged.view(t, h, d)), merged_lse.view(t, h)
+        lses = torch.stack([by_destination(theirs, scatter, n)[rank] for _, theirs in lent])
+        merged, merged_lse = combine(rows, lses, self.shape.lse_base, self.shape.dtype, True)
+        return self.result(merged), merged_lse
 
     def lend(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.clone()

@@ -17,7 +17,7 @@ MUTANTS: list[tuple[type, str, str, str]] = [
     (mutants.StaleSlot, "many-calls", "values are wrong", "rows-vary"),
     (mutants.LSEBaseLost, "lse-base-2", "values are wrong", "lse-base-e"),
     (mutants.LSERounded, "lse-whole", "values are wrong", "heads-in-order"),
-    (mutants.NaNLeaked, "empty-rows", "nan", "dtype-float32"),
+    (mutants.NaNLeaked, "empty-rows", "values are wrong", "dtype-float32"),
     (mutants.WrongStride, "width-576", "values are wrong", "width-128"),
     (mutants.TornHalfLine, "many-calls", "values are wrong", "late-ranks"),
     (mutants.EpochInHostMemory, "channels", "", "late-ranks"),

@@ -85,37 +85,45 @@ class Header:
 
 
 def wire_views(
-    send: torch.Tensor, recv: torch.Tensor, world_size: int, rows: int, width: int, dtype: torch.dtype, ragged: bool
+    send: torch.Tensor,
+    recv: torch.Tensor,
+    world_size: int,
+    t: int,
+    h: int,
+    width: int,
+    dtype: torch.dtype,
+    ragged: bool,
 ) -> tuple[WireViews, WireViews]:
-    """Two regions of a workspace, uint8 `[nbytes]`, as N blocks of `rows` rows of `width` columns each.
+    """Two regions of a workspace, uint8 `[nbytes]`, as N blocks of `t * h` rows of `width` columns each.
 
     Blocks to send lie back to back. So do those to receive, unless the transport is ragged: then each has an equal
     share of the whole region, room for the largest message that may come.
     """
     w = row_bytes(width, dtype.itemsize)
-    compact = (1 + rows) * w
+    shape = (world_size, 1 + t * h, w)
+    compact = shape[1] * w
     stride = recv.numel() // world_size if ragged else compact
     with torch.inference_mode(False):  # views made in inference mode could not be written outside of it
-        sending = send.as_strided((world_size, 1 + rows, w), (compact, w, 1), send.storage_offset())
-        receiving = recv.as_strided((world_size, 1 + rows, w), (stride, w, 1), recv.storage_offset())
-        return WireViews(sending, width, dtype), WireViews(receiving, width, dtype)
+        sending = send.as_strided(shape, (compact, w, 1))
+        receiving = recv.as_strided(shape, (stride, w, 1))
+        return WireViews(sending, t, h, width, dtype), WireViews(receiving, t, h, width, dtype)
 
 
 class WireViews:
-    """A wire buffer `[N, 1 + R, W]` uint8 seen as what it holds.
+    """A wire buffer `[N, 1 + t * h, W]` uint8 seen as what it holds.
 
     Attributes:
         blocks: the buffer itself.
-        payload: `[N, R, D]` in the partials' dtype.
-        lse: `[N, R]` float32.
+        payload: `[N, t, h, D]` in the partials' dtype.
+        lse: `[N, t, h]` float32.
         words: `[N, 4]` int64, the headers, as a numpy view (CPU).
     """
 
     __slots__ = ("blocks", "lse", "payload", "words")
 
-    def __init__(self, blocks: torch.Tensor, width: int, dtype: torch.dtype) -> None:
+    def __init__(self, blocks: torch.Tensor, t: int, h: int, width: int, dtype: torch.dtype) -> None:
         lse_at = payload_bytes(width, dtype.itemsize)
         self.blocks = blocks
-        self.payload = blocks[:, 1:, : width * dtype.itemsize].view(dtype)
-        self.lse = blocks[:, 1:, lse_at : lse_at + 4].view(torch.float32).squeeze(-1)
+        self.payload = blocks[:, 1:, : width * dtype.itemsize].view(dtype).unflatten(1, (t, h))
+        self.lse = blocks[:, 1:, lse_at : lse_at + 4].view(torch.float32).squeeze(-1).unflatten(1, (t, h))
         self.words: np.ndarray = blocks[:, 0, : 8 * HEADER_WORDS].view(torch.int64).numpy()
