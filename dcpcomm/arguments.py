@@ -34,10 +34,10 @@ def check_partials(
     own: torch.Tensor | None,
 ) -> int:
     """B, after checking type, shape, dtype, device, grad and overlap with the library's `own` memory."""
-    expected = f"[B, H, D] = [B, {shape.num_heads}, {shape.head_dim}]"
     _check_tensor("partial_out", partial_out, device)
     _check_tensor("partial_lse", partial_lse, device)
     if partial_out.dim() != 3 or partial_out.shape[1:] != (shape.num_heads, shape.head_dim):
+        expected = f"[B, H, D] = [B, {shape.num_heads}, {shape.head_dim}]"
         raise ShapeError(f"partial_out has shape {tuple(partial_out.shape)}; expected {expected}")
     if partial_out.dtype != shape.dtype:
         raise ShapeError(
@@ -74,8 +74,7 @@ def check_out(
     inputs: dict[str, torch.Tensor | None],
     own: torch.Tensor | None,
 ) -> None:
-    """`out` may be any view of the result's shape and dtype that shares no byte with an input or the "
-    "library's memory."""
+    """Raise unless `out` is a view of the result's shape and dtype that shares no byte with an input or with `own`."""
     _check_tensor("out", out, device)
     if tuple(out.shape) != shape or out.dtype != dtype:
         raise ShapeError(f"out has shape {tuple(out.shape)} and dtype {out.dtype}; expected {shape} and {dtype}")
@@ -99,11 +98,11 @@ def check_w_uv(shape: MergeShape, group: Group, device: torch.device, w_uv_local
         raise ShapeError(f"w_uv_local is a {type(w_uv_local).__name__}; expected a tensor [H/N, L, V] = {expected}")
     if tuple(w_uv_local.shape) != expected or w_uv_local.dtype != shape.dtype:
         raise ShapeError(
-            f"rank {group.rank}: w_uv_local has shape {tuple(w_uv_local.shape)} and dtype {w_uv_local.dtype}; expected "
+            f"w_uv_local has shape {tuple(w_uv_local.shape)} and dtype {w_uv_local.dtype}; expected "
             f"[H/N, L, V] = {expected} and {shape.dtype}"
         )
     if w_uv_local.device != device:
-        raise ShapeError(f"rank {group.rank}: w_uv_local is on {w_uv_local.device}; expected {device}")
+        raise ShapeError(f"w_uv_local is on {w_uv_local.device}; expected {device}")
     return w_uv_local
 
 

@@ -13,7 +13,8 @@ import threading
 import numpy as np
 import torch
 
-from dcpcomm.combine.torch_engine import clean_lse, combine, pack
+from dcpcomm.combine.cpu import combine, pack
+from dcpcomm.combine.torch_engine import clean_lse
 from dcpcomm.combine.wire import KIND_CANCELLED, Header, WireViews, wire_views
 from dcpcomm.decision import Decision
 from dcpcomm.errors import CallMismatch, DCPCommError, TransportTimeout
@@ -97,7 +98,7 @@ class Channel:
         """
         if not self._transports or tokens == 0:
             return  # of no rows, the peers send none either
-        self._group.control.note(f"cancel/{self.index}/{ordinal}", f"{type(error).__name__}: {error}")
+        self._group.control.note(self._cancel_key(ordinal), f"{type(error).__name__}: {error}")
         transport = self._transports[self._decision.transport_for(tokens)]
         if not transport.capabilities.ragged or self._send is None:
             return  # they find the note when their deadline passes
@@ -127,7 +128,7 @@ class Channel:
         """
         base, dtype = self._shape.lse_base, self._shape.dtype
         if not self._transports:
-            return combine(list(partial_out), lse, base, dtype, want_lse)
+            return combine(list(partial_out), list(lse), base, dtype, want_lse)
 
         transport = self._transports[self._decision.transport_for(header.tokens)]
         self._watchdog.begin(self.index, header)
@@ -137,9 +138,9 @@ class Channel:
             if transport.capabilities.layout == "view":
                 views = (partial_out.transpose(0, 1), clean_lse(lse, None).transpose(0, 1))
                 arrived, lses = transport.exchange(views, self.index)
-                return combine(arrived.unbind(1), lses.transpose(0, 1), base, dtype, want_lse)
-            rows, lse = self._exchange_packed(transport, partial_out, lse, header)
-            return combine(rows, lse, base, dtype, want_lse)
+                return combine(arrived.unbind(1), lses.unbind(1), base, dtype, want_lse)
+            rows, lses = self._exchange_packed(transport, partial_out, lse, header)
+            return combine(rows, lses, base, dtype, want_lse)
         except TransportTimeout as error:
             raise self._break(self._timed_out(transport, error, header)) from error
         except CallMismatch:
@@ -159,25 +160,20 @@ class Channel:
 
     def _exchange_packed(
         self, transport: MergeTransport, partial_out: torch.Tensor, lse: torch.Tensor, header: Header
-    ) -> tuple[list[torch.Tensor], torch.Tensor]:
-        """By source: rows `[t, h, D]`, this rank's own straight from its partials, and LSEs `[N, t, h]`."""
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """By source: rows `[t, h, D]` and LSEs `[t, h]`, this rank's own straight from its partials."""
         rank = self._group.rank
         _, t, h, _ = partial_out.shape
         send, recv = self._buffers(transport, t, h, header.width)
-        pack(send, partial_out, lse, rank)
-        words = np.array(header.words(), dtype=np.int64)
-        send.words[:] = words
+        pack(send, partial_out, lse, rank, header)
         arrived = transport.exchange(send.blocks, self.index, recv=recv.blocks)
         if arrived is not recv.blocks:
             recv = WireViews(arrived, t, h, header.width, self._shape.dtype)
-        theirs = recv.words.copy()
-        theirs[rank] = words
-        if not (theirs == words).all():
-            self._refuse(theirs, header)
-        rows = list(recv.payload)
-        rows[rank] = partial_out[rank]
-        lses = recv.lse.clone()
-        lses[rank] = lse[rank]
+        words = header.words()
+        if any(tuple(theirs) != words for source, theirs in enumerate(recv.words.tolist()) if source != rank):
+            self._refuse(recv.words, header)
+        rows, lses = list(recv.payload), list(recv.lse)
+        rows[rank], lses[rank] = partial_out[rank], lse[rank]
         return rows, lses
 
     def _fused(
@@ -215,10 +211,10 @@ class Channel:
         other: list[str] = []
         for source in range(self._group.size):
             theirs = Header.from_words(words[source])
-            if theirs == mine:
+            if theirs == mine or source == rank:
                 continue
             if theirs.kind == KIND_CANCELLED:
-                reason = self._group.control.read_note(source, f"cancel/{self.index}/{theirs.ordinal}")
+                reason = self._group.control.read_note(source, self._cancel_key(theirs.ordinal))
                 said = (
                     f"rank {source} raised in call {theirs.ordinal} instead of sending its rows: "
                     f"{reason or 'reason not known'}"
@@ -243,7 +239,7 @@ class Channel:
         rank = self._group.rank
         self._group.control.note("raised", f"raised in {call} on channel {self.index}: {error}")
         for late in error.ranks:
-            reason = self._group.control.read_note(late, f"cancel/{self.index}/{call.ordinal}")
+            reason = self._group.control.read_note(late, self._cancel_key(call.ordinal))
             if reason:  # over a transport that could not tell us sooner
                 return CallMismatch(
                     f"rank {rank}: {call} on channel {self.index} was called off: rank {late} raised in call "
@@ -261,6 +257,10 @@ class Channel:
             f"{self._watchdog.last_words(error.ranks)}",
             error.ranks,
         )
+
+    def _cancel_key(self, ordinal: int) -> str:
+        """Where the reason is noted. Ordinals begin again with a reset, so its generation is in it."""
+        return f"cancel/{self._group.generation}/{self.index}/{ordinal}"
 
     def _break(self, error: DCPCommError) -> DCPCommError:
         self.broken = error

@@ -8,7 +8,7 @@ Authority: argument, environment, file, auto. An argument that is a mapping or a
 environment in what it sets. A file is a file, whether its path came as the argument or in `DCPCOMM_CONFIG`:
 there the environment (`DCPCOMM_TRANSPORT`) wins. Empty environment variables count as unset.
 
-pydantic is imported here and nowhere else in the framework.
+pydantic is imported here and in cost.py, and nowhere else in the framework.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import pickle
+import json
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -75,12 +75,13 @@ class Control:
             TransportTimeout: naming the ranks that did not arrive; on every rank that did.
             SelectionMismatch: a rank called `fail` instead; on every other rank, naming it and its reason.
         """
-        return self._run((True, payload), deadline_s, what)
+        texts = self._run((True, payload.decode("latin-1")), deadline_s, what)  # JSON has no bytes
+        return [text.encode("latin-1") for text in texts]
 
     def agree(self, mine: Outcome, deadline_s: float | None = None, what: str = "a step") -> list[Outcome]:
         """Every rank's outcome of the step before, by rank. Raises as `exchange`."""
-        outcomes = self.exchange(pickle.dumps(tuple(mine)), deadline_s, what)
-        return [Outcome(*pickle.loads(outcome)) for outcome in outcomes]
+        outcomes = self.exchange(json.dumps(mine).encode(), deadline_s, what)
+        return [Outcome(*json.loads(outcome)) for outcome in outcomes]
 
     def fail(self, reason: str) -> None:
         """In place of the next `exchange`: make it raise on every other rank, with `reason`. Waits for nobody."""
@@ -88,7 +89,7 @@ class Control:
         if self.size == 1:
             return
         if self.rank == 0:
-            self._put(f"{step}/record", ("failed", {0: reason}))
+            self._put(f"{step}/record", ("failed", [(0, reason)]))
         else:
             self._put(f"{step}/{self.rank}", (False, reason))
 
@@ -128,7 +129,7 @@ class Control:
                 return str(self._store.get(f"note/{rank}/{key}").decode())
         return ""
 
-    def _run(self, posted: tuple[bool, Any], deadline_s: float | None, what: str) -> list[bytes]:
+    def _run(self, posted: tuple[bool, str], deadline_s: float | None, what: str) -> list[str]:
         step, self._step = self._step, self._step + 1
         if self.size == 1:
             return [posted[1]]
@@ -145,9 +146,9 @@ class Control:
         if kind == "all":
             return list(value)
         if kind == "failed":
-            reasons = "; ".join(f"rank {rank} raised {reason}" for rank, reason in sorted(value.items()))
+            reasons = "; ".join(f"rank {rank} raised {reason}" for rank, reason in value)
             raise SelectionMismatch(f"rank {self.rank}: {what} was called off: {reasons}")
-        missing, why = value
+        missing, why = tuple(value[0]), value[1]
         if self.rank in missing:
             raise TransportTimeout(
                 f"rank {self.rank}: {what} had ended before this rank arrived: it {why}, and the others gave up. Call "
@@ -158,8 +159,8 @@ class Control:
         heard = "; ".join(f"rank {rank} was last {did}" for rank, did in zip(missing, doing, strict=True) if did)
         raise TransportTimeout(
             f"rank {self.rank}: {what}: rank {_listed(missing)} of {self.size} {why}. Every rank of the group must "
-            "make "
-            f"this call; is that process alive, and does it make the same calls in the same order? {heard}".rstrip(),
+            "make this call; is that process alive, and does it make the same calls in the same order? "
+            f"{heard}".rstrip(),
             missing,
         )
 
@@ -174,11 +175,11 @@ class Control:
         missing = tuple(absent())
         for rank in range(1, self.size):
             if rank not in missing:
-                frames[rank] = pickle.loads(self._store.get(f"{step}/{rank}"))
+                frames[rank] = self._take(f"{step}/{rank}")
         failed = {rank: value for rank, (ok, value) in frames.items() if not ok}
         record: tuple[str, Any]
         if failed:
-            record = ("failed", failed)
+            record = ("failed", sorted(failed.items()))
         elif missing:
             record = ("missing", _why(silent, missing, limit))
         else:
@@ -201,10 +202,16 @@ class Control:
         silent = self._poll(done, limit + _GRACE_S, lambda: [0], lambda: self._store.check([f"{step}/open"]))
         if not done():
             return "missing", _why(silent, (0,), limit)
-        return pickle.loads(self._store.get(f"{step}/record"))  # type: ignore[no-any-return]
+        kind, value = self._take(f"{step}/record")
+        return kind, value
+
+    # JSON, because whoever reaches the store's port can write to it: what is read there must not be able to run.
 
     def _put(self, key: str, value: Any) -> None:
-        self._store.set(key, pickle.dumps(value))  # type: ignore[arg-type]  # bytes are fine; the stubs know only str
+        self._store.set(key, json.dumps(value))
+
+    def _take(self, key: str) -> Any:
+        return json.loads(self._store.get(key))
 
     def _poll(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dcpcomm.combine.cpu import engine
 from dcpcomm.config import MergeConfig
 from dcpcomm.decision import Decision
 from dcpcomm.group import Group
@@ -25,7 +26,7 @@ def describe(decision: Decision, shape: MergeShape, config: MergeConfig, group: 
     for name in decision.candidates:
         fallen = decision.fallen.get(name)
         if name in decision.transports:
-            proof = "not verified (verify.level is off)" if config.verify.level == "off" else "verified bit for bit"
+            proof = "verified" if config.verify.level != "off" else "not verified (verify.level is off)"
             lines.append(f"  {name}: in use, {proof}")
         elif fallen is None:
             asked_for = "was named" if decision.transports[0] == config.transport else "is preferred"
@@ -48,5 +49,6 @@ def describe(decision: Decision, shape: MergeShape, config: MergeConfig, group: 
         if len(decision.prices[choice.tokens]) > 1 or (shape.v_head_dim is not None and config.projection == "auto"):
             lines.append("  * is taken; `prefer`, `cost_table` and `projection` would change it")
     waits = "for ever, and logs who is late" if group.exchange_timeout_s is None else f"up to {group.timeout_s:g} s"
+    lines.append(f"combined by {engine()}")
     lines.append(f"device memory of this rank: {device_bytes} bytes; an exchange waits for peers {waits}")
     return "\n".join(lines)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import pickle
+import json
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ class Group:
         exchange_timeout_s: how long an exchange may wait for a peer; None where it waits on and the watchdog only says
             so.
         generation: how often the merger was reset: a transport of one generation must not meet messages of another.
-        loopback: the world object, where the ranks are threads of one process; else None.
+        loopback: this rank's `LoopbackRank`, where the ranks are threads of one process; else None.
     """
 
     def __init__(
@@ -114,8 +114,8 @@ class Group:
         over = self._group_for(tensor.device)
         # A coordinator's process group may count its ranks otherwise than the coordinator does.
         place = self.rank if over is None else over.rank()
-        mine = (tuple(tensor.shape), str(tensor.dtype), place)
-        theirs = [pickle.loads(p) for p in self.control.exchange(pickle.dumps(mine), self.timeout_s, what)]
+        mine = [list(tensor.shape), str(tensor.dtype), place]
+        theirs = [json.loads(one) for one in self.control.exchange(json.dumps(mine).encode(), self.timeout_s, what)]
         if any(one[:2] != mine[:2] for one in theirs):
             listed = ", ".join(f"rank {rank} {shape} {dtype}" for rank, (shape, dtype, _) in enumerate(theirs))
             raise ShapeError(
@@ -137,7 +137,7 @@ class Group:
     def _group_for(self, device: torch.device) -> Any:
         """The process group that moves tensors of `device`, or None."""
         for group in (self.process_group, self.cpu_group):
-            if group is not None and device.type in {d.type for d in group._device_types}:
+            if group is not None and device.type in {d.type for d in getattr(group, "_device_types", ())}:
                 return group
         return None
 
@@ -146,7 +146,7 @@ def _store_of(process_group: Any) -> Any:
     from torch.distributed import distributed_c10d
 
     try:
-        return distributed_c10d._get_process_group_store(process_group)
+        return distributed_c10d._world.pg_map[process_group][1]
     except KeyError:
         raise ShapeError(
             "this ProcessGroup isn't registered with torch.distributed, so its store can't be found; make it by "

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, TypedDict, overload
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 
 import torch
-from typing_extensions import Unpack
 
 from dcpcomm.arguments import check_out, check_partials, check_tag, rows_of
 from dcpcomm.channel import Channel
@@ -20,6 +19,9 @@ from dcpcomm.rows import empty_rows
 from dcpcomm.session import Session
 from dcpcomm.transport import MergeShape
 from dcpcomm.workspace import wire_bytes
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 __all__ = ["DCPMerger"]
 
@@ -374,9 +376,8 @@ class DCPMerger:
                 f"rank {self.group.rank}: channel is {channel!r}; expected 0 to {self.shape.channels - 1} "
                 "(MergeShape.channels)"
             )
-            self.group.control.note(
-                "raised", f"ShapeError: {error}"
-            )  # no channel to tell the peers on: they find it at their deadline
+            # There is no channel to tell the peers on: they find this at their deadline.
+            self.group.control.note("raised", f"ShapeError: {error}")
             raise error
         return self._session.channels[channel]
 

@@ -84,4 +84,4 @@ class GatheredWUV:
         except ShapeError as error:
             if self._needs_full:
                 self._merger.group.control.fail(f"ShapeError: {error}")
-            raise
+            raise ShapeError(f"rank {self._merger.group.rank}: {error}") from None

@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 import torch
 
 import dcpcomm
+from dcpcomm.combine.cpu import engine
 from dcpcomm.combine.wire import row_bytes
 from dcpcomm.config import MergeConfig, config_fingerprint, options_for
 from dcpcomm.control import Outcome, first_failure, left
@@ -134,7 +135,9 @@ def connect_transport(
             transport.attach()
 
     started = time.monotonic()
+    patience, group.timeout_s = group.timeout_s, deadline  # what a library waits for its peers is this step's
     verdict = _attempt(connect)
+    group.timeout_s = patience
     mine = Outcome(verdict.ok, verdict.reason, time.monotonic() - started)
     outcomes = _together(
         transport, lambda: group.control.agree(mine, left(deadline, mine), f"connecting transport {name!r}")
@@ -171,6 +174,7 @@ def _settings(shape: MergeShape, config: MergeConfig, facts: Facts) -> dict[str,
         "dcpcomm version": dcpcomm.__version__,
         "torch version": torch.__version__,
         "device": facts.device,
+        "combine engine": engine() if facts.device == "cpu" else "",
         **{f"shape.{key}": str(value) for key, value in asdict(shape).items()},
         **{f"config.{key}": value for key, value in config_fingerprint(config).items()},
         **{f"environment {key}": os.environ.get(key, "") for key in _ENVIRONMENT_THAT_MATTERS},
@@ -202,7 +206,8 @@ def _screen(
 ) -> tuple[list[str], dict[str, Fallen], dict[str, type[MergeTransport]]]:
     """The local stages of all candidates at once: candidates, those fallen, and the classes of the others."""
     classes: dict[str, type[MergeTransport]] = {}
-    verdicts: dict[str, tuple[str, str, str]] = {}
+    verdicts: dict[str, tuple[str, str, str, str]] = {}
+    entries = registered_transports()
     for name in candidate_names(config):
         group.control.note("doing", f"looking at transport {name!r}")
         stage = "import"
@@ -219,16 +224,21 @@ def _screen(
         except Exception as error:  # whatever a plug-in raises is its reason; the ranks must stay together
             remedy = "mend the configuration" if isinstance(error, ConfigError) else ""
             verdict = Verdict(False, _reason(error), remedy)
-        verdicts[name] = ("" if verdict.ok else stage, verdict.reason, verdict.remedy)
+        source = entries[name].distribution if name in entries else ""
+        verdicts[name] = ("" if verdict.ok else stage, verdict.reason, verdict.remedy, source)
 
     posted = json.dumps(verdicts).encode()
     by_rank = [json.loads(raw) for raw in group.control.exchange(posted, group.timeout_s, "checking the transports")]
     candidates = list(dict.fromkeys(name for verdicts in by_rank for name in verdicts))
     fallen: dict[str, Fallen] = {}
     for name in candidates:
-        absent = ("import", "it is not registered there", "install it on every rank")
+        absent = ("import", "it is not registered there", "install it on every rank", "")
+        sources = {theirs[name][3] for theirs in by_rank if name in theirs}
         for rank, theirs in enumerate(by_rank):
-            stage, reason, remedy = theirs.get(name, absent)
+            stage, reason, remedy, _ = theirs.get(name, absent)
+            if not stage and len(sources) > 1:
+                stage, reason = "import", f"the ranks have different versions of it: {', '.join(sorted(sources))}"
+                remedy = "install the same version on every rank"
             if stage and name not in fallen:
                 fallen[name] = Fallen(stage, rank, reason, remedy)
     return candidates, fallen, classes

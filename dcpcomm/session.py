@@ -11,7 +11,7 @@ import torch
 from dcpcomm.channel import Channel
 from dcpcomm.config import MergeConfig, load_config, options_for
 from dcpcomm.decision import Fallen
-from dcpcomm.errors import DCPCommError, TransportUnavailable
+from dcpcomm.errors import DCPCommError, ShapeError, TransportUnavailable
 from dcpcomm.group import Group
 from dcpcomm.log import log
 from dcpcomm.select import establish, select
@@ -85,7 +85,8 @@ class Session:
                 f"rank {self.group.rank}: channel {busy[0]} is inside a call; reset when all have returned"
             )
         self.group.control.exchange(b"", self.group.timeout_s, "resetting the merger")
-        self.group.control.note("raised", "")
+        for key in ("raised", "progress"):  # of calls before the reset, whose ordinals come again
+            self.group.control.note(key, "")
         for transport in self.transports.values():
             transport.close()
         self.group.generation += 1
@@ -135,6 +136,15 @@ class Session:
 
 
 def _device(device: torch.device | str | int | None) -> torch.device:
+    """The device as tensors name theirs: a CPU without an index, a GPU with one."""
     if device is None:
-        return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    return torch.device(device)
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        asked_for = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ShapeError(f"device is {device!r}; expected cpu, cuda or cuda:INDEX, or None") from error
+    if asked_for.type == "cpu":
+        return torch.device("cpu")
+    if asked_for.type != "cuda":
+        raise ShapeError(f"device is {asked_for}; expected cpu or cuda")
+    return asked_for if asked_for.index is not None else torch.device("cuda", torch.cuda.current_device())

@@ -183,7 +183,8 @@ class MergeTransport(ABC):
         """Keep what is needed; cheap, local, no communication.
 
         Args:
-            group: ranks, hosts, `process_group` (may be None), `timeout_s` and `control`.
+            group: ranks, hosts, `process_group` (may be None), `control`, `timeout_s` for connecting and
+                `exchange_timeout_s` for an exchange.
             shape: of every merge to come.
             options: an instance of `Options`, or None where the class has none.
         """
@@ -215,7 +216,7 @@ class MergeTransport(ABC):
         which the N axis is the source rank, valid until the next call on this channel.
 
         Raises:
-            TransportTimeout: naming the peers that did not arrive within `group.timeout_s`.
+            TransportTimeout: naming the peers that did not arrive within `group.exchange_timeout_s` (None: wait on).
         """
         raise TypeError(f"transport {self.name!r} implements neither exchange nor fused_merge")
 

@@ -24,7 +24,7 @@ import tempfile
 import time
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
-from typing import IO, TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -66,6 +66,10 @@ class _Ending:
     fallen: Fallen | None = None
     lost: str = ""
 
+    @classmethod
+    def from_dict(cls, value: dict[str, Any]) -> _Ending:
+        return cls(Fallen(**value["fallen"]) if value["fallen"] else None, value["lost"])
+
 
 def try_in_children(
     group: Group, shape: MergeShape, config: MergeConfig, cls: type[MergeTransport], device: torch.device
@@ -78,7 +82,13 @@ def try_in_children(
     if group.rank == 0:
         # A store of its own: the group's may live in this process alone, or hold keys that a killed child left half
         # done.
-        store = dist.TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=_START_S))
+        store = dist.TCPStore(
+            "127.0.0.1" if one_host else "0.0.0.0",
+            0,
+            is_master=True,
+            wait_for_workers=False,
+            timeout=timedelta(seconds=_START_S),
+        )
         address = "127.0.0.1" if one_host else socket.getfqdn()
         posted = f"{address} {store.port}".encode()
     met = group.control.exchange(posted, config.verify.deadline_s, f"preparing a trial of {name!r}")[0].decode()
@@ -103,8 +113,9 @@ def try_in_children(
     ending = _run_child(task, config.verify.deadline_s + _GRACE_S)
     # A parent whose child fell at once waits for one whose child is still starting.
     patience = config.verify.deadline_s + _START_S
-    endings = group.control.exchange(pickle.dumps(ending), patience, f"trying transport {name!r} in child processes")
-    return _culprit([pickle.loads(one) for one in endings])
+    posted_ending = json.dumps(asdict(ending)).encode()
+    endings = group.control.exchange(posted_ending, patience, f"trying transport {name!r} in child processes")
+    return _culprit([_Ending.from_dict(json.loads(one)) for one in endings])
 
 
 def _culprit(endings: list[_Ending]) -> Fallen | None:

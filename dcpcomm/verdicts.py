@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+import dcpcomm
 from dcpcomm.transport import MergeTransport
 
 if TYPE_CHECKING:
@@ -37,7 +38,8 @@ def key_of(transport: MergeTransport, group: Group) -> str:
         source = inspect.getsource(inspect.getmodule(type(transport)) or type(transport))
     except (OSError, TypeError):
         source = repr(type(transport))
-    facts = [transport.name, source, sorted(set(group.hosts)), group.size, torch.__version__, torch.version.cuda]
+    facts = [dcpcomm.__version__, transport.name, source, str(transport.options), sorted(set(group.hosts)), group.size]
+    facts += [torch.__version__, torch.version.cuda, transport.capabilities.soak_bytes]
     if torch.cuda.is_available():
         facts += [str(torch.cuda.get_device_properties(i).uuid) for i in range(torch.cuda.device_count())]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
@@ -45,12 +47,18 @@ def key_of(transport: MergeTransport, group: Group) -> str:
 
 def holds(key: str) -> bool:
     """Whether this machine remembers a soak that found nothing wrong."""
-    return (cache_dir() / "soaks" / f"{key}.json").is_file()
+    file = cache_dir() / "soaks" / f"{key}.json"
+    try:
+        return file.stat().st_uid == os.getuid() and json.loads(file.read_text(encoding="utf-8"))["proven"] == key
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
 
 
 def remember(key: str) -> None:
     """Remember a soak; where the cache can't be written, it is simply run again next time."""
     with contextlib.suppress(OSError):
         folder = cache_dir() / "soaks"
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / f"{key}.json").write_text(json.dumps({"at": time.time()}), encoding="utf-8")
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        draft = folder / f"{key}.{os.getpid()}"
+        draft.write_text(json.dumps({"proven": key, "at": time.time()}), encoding="utf-8")
+        draft.replace(folder / f"{key}.json")

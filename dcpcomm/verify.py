@@ -79,7 +79,7 @@ def verify_transport(
     ok, reason = False, ""
     try:
         if transport.fused_merge is not None:
-            _check_merges(transport, group, shape, load)
+            _check_merges(transport, group, shape, load, workspace.device)
         else:
             _check_rows(transport, group, shape, load, config.deadline_s, workspace)
         ok = True
@@ -128,12 +128,14 @@ def _check_rows(
         channel = number % shape.channels
         try:
             if transport.capabilities.layout == "view":
-                _round_of_views(transport, group, shape, number, channel, tokens, width)
+                _round_of_views(transport, group, shape, number, channel, tokens, width, workspace.device)
             else:
                 _round_of_blocks(transport, group, shape, number, channel, tokens, width, workspace)
         except _Wrong as found:
             first = first or found  # and on: the peers would wait out their deadline for a rank that stopped here
-        sent += block_bytes(shape.rows_per_destination(tokens, group.size), width, shape.dtype.itemsize) * group.size
+        sent += block_bytes(shape.rows_per_destination(tokens, group.size), width, shape.dtype.itemsize) * (
+            group.size - 1
+        )
     if first is not None:
         raise first
 
@@ -186,7 +188,14 @@ def _round_of_blocks(
 
 
 def _round_of_views(
-    transport: MergeTransport, group: Group, shape: MergeShape, number: int, channel: int, tokens: int, width: int
+    transport: MergeTransport,
+    group: Group,
+    shape: MergeShape,
+    number: int,
+    channel: int,
+    tokens: int,
+    width: int,
+    device: torch.device,
 ) -> None:
     n = group.size
     t, h = shape.result_rows(tokens, n)
@@ -197,7 +206,9 @@ def _round_of_views(
         return raw[:size].view(shape.dtype).view(t, h, width), raw[size:].view(torch.float32).view(t, h)
 
     outs, lses = zip(*(fields(group.rank, destination) for destination in range(n)), strict=True)
-    got_out, got_lse = transport.exchange((torch.stack(outs, 1), torch.stack(lses, 1)), channel)
+    # Strided as a merge's views are: the destination's rows lie side by side in neither of the two.
+    out, lse = torch.stack(outs).to(device).transpose(0, 1), torch.stack(lses).to(device).transpose(0, 1)
+    got_out, got_lse = transport.exchange((out, lse), channel)
     for source in range(n):
         parts = (got_out[:, source].contiguous(), got_lse[:, source].contiguous())
         raw = torch.cat([part.view(-1).view(torch.uint8) for part in parts])
@@ -223,7 +234,7 @@ def _compare(got: torch.Tensor, source: int, group: Group, number: int, row: int
     )
 
 
-def _check_merges(transport: MergeTransport, group: Group, shape: MergeShape, load: Load) -> None:
+def _check_merges(transport: MergeTransport, group: Group, shape: MergeShape, load: Load, device: torch.device) -> None:
     """For a transport that merges by itself: random partials, which every rank can make, against the oracle."""
     n, width = group.size, max(shape.widths)
     ulp = 2.0 ** {torch.float16: -10, torch.bfloat16: -7, torch.float32: -20}[shape.dtype]
@@ -233,7 +244,6 @@ def _check_merges(transport: MergeTransport, group: Group, shape: MergeShape, lo
         lses = torch.randn(n, tokens, shape.num_heads, generator=generator)
         lses[torch.rand(lses.shape, generator=generator) < 0.1] = -torch.inf
         outs[lses == -torch.inf] = torch.nan
-        device = _device_of(transport)
         out, lse = transport.fused_merge(
             outs[group.rank].to(device), lses[group.rank].to(device), number % shape.channels
         )
@@ -247,8 +257,3 @@ def _check_merges(transport: MergeTransport, group: Group, shape: MergeShape, lo
                     f"rank {group.rank}, round {number}: merged {what} at {place} is {float(got[place])}, the oracle "
                     f"says {float(want[place])}; {int((~close).sum())} of {close.numel()} are wrong"
                 )
-
-
-def _device_of(transport: MergeTransport) -> torch.device:
-    """Where a transport's rows live."""
-    return torch.device("cuda" if "cuda" in transport.capabilities.devices and torch.cuda.is_available() else "cpu")

@@ -47,7 +47,7 @@ class Watchdog:
         timeout_s: how long an exchange may wait for its peers.
         action: "raise": the exchange itself raises at the deadline. "log": it waits on, and this thread says so once
             per call.
-        owner: the merger; the thread ends with it, or with the process.
+        owner: what the thread ends with, or with the process.
     """
 
     def __init__(self, control: Control, channels: int, timeout_s: float, action: str, owner: object) -> None:

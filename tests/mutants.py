@@ -19,7 +19,8 @@ import torch.distributed as dist
 
 from dcpcomm.backends.gloo_a2a import GlooA2A
 from dcpcomm.backends.loopback import Loopback
-from dcpcomm.combine.torch_engine import by_destination, combine
+from dcpcomm.combine.cpu import combine
+from dcpcomm.combine.torch_engine import by_destination
 from dcpcomm.transport import Capabilities
 
 INF = math.inf
@@ -263,7 +264,7 @@ class Pull(Loopback):
             lent[source] = self._take(source, channel, started)
         rank, n, scatter = self.group.rank, self.group.size, self.shape.scatter
         rows = [by_destination(theirs, scatter, n)[rank] for theirs, _ in lent]
-        lses = torch.stack([by_destination(theirs, scatter, n)[rank] for _, theirs in lent])
+        lses = [by_destination(theirs, scatter, n)[rank] for _, theirs in lent]
         merged, merged_lse = combine(rows, lses, self.shape.lse_base, self.shape.dtype, True)
         return self.result(merged), merged_lse
 
