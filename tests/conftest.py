@@ -8,11 +8,16 @@ from __future__ import annotations
 
 import os
 import secrets
+import sys
 import zlib
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
+
+# Last, so that `import dcpcomm` finds what is installed, and not the source folder beside this one.
+sys.path.append(str(Path(__file__).resolve().parent.parent))
 
 from tests.world import ProcessPool, World
 

@@ -361,7 +361,6 @@ def test_a_transport_that_cannot_serve_says_why(
     assert "Traceback" not in err
 
 
-@pytest.mark.slow
 def test_under_torchrun_rank_0_alone_speaks() -> None:
     launched = subprocess.run(
         [

@@ -1,0 +1,67 @@
+"""`dcpcomm explain` and `dcpcomm verify` as a user runs them: what they print, and the status they exit with."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SMALL = ["--device", "cpu", "--max-tokens", "4", "--num-heads", "4", "--head-dim", "64"]
+
+
+def dcpcomm(*words: str, status: int = 0, cache: Path | None = None) -> str:
+    environment = {**os.environ, "COLUMNS": "200"}
+    if cache is not None:
+        environment["DCPCOMM_CACHE_DIR"] = str(cache)
+    command = [sys.executable, "-m", "dcpcomm", *words]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=110)
+    assert done.returncode == status, done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+    return done.stdout if status != 2 else done.stderr
+
+
+def test_explain_says_what_and_why() -> None:
+    said = dcpcomm("explain", *SMALL, "--v-head-dim", "32")
+    assert "gloo_a2a: in use, verified" in said
+    assert "loopback: fell at check on rank 0" in said
+    assert "(model, project " in said
+    facts = json.loads(dcpcomm("explain", *SMALL, "--json"))
+    assert facts["transports"] == ["gloo_a2a"]
+    assert facts["fallen"]["loopback"]["stage"] == "check"
+
+
+def test_explain_fails_where_nothing_can_serve(tmp_path: Path) -> None:
+    config = tmp_path / "none.yaml"
+    config.write_text("transport: loopback\n")
+    dcpcomm("explain", *SMALL, "--config", str(config), status=1)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["explain", "--ranks", "0"], "--ranks is 0"),
+        (["explain", "--device", "gpu"], "device is 'gpu'"),
+        (["verify", "gloo"], "gloo_a2a"),
+        (["explain", "--config", "nowhere.yaml"], "nowhere.yaml"),
+    ],
+)
+def test_wrong_usage_is_told_in_one_line(words: list[str], said: str) -> None:
+    status = 1 if "--device" in words else 2
+    environment_line = subprocess.run(
+        [sys.executable, "-m", "dcpcomm", *words], capture_output=True, text=True, timeout=110
+    )
+    assert environment_line.returncode == status, environment_line.stderr
+    assert said in environment_line.stderr
+    assert "Traceback" not in environment_line.stderr
+
+
+def test_verify_proves_what_can_be_used_and_says_why_the_rest_cannot(tmp_path: Path) -> None:
+    rows = json.loads(dcpcomm("verify", *SMALL, "--level", "quick", "--json", cache=tmp_path))
+    verdicts = {row["name"]: row["verdict"] for row in rows}
+    assert verdicts == {"gloo_a2a": "proven", "loopback": "unusable", "loopback_peer": "unusable"}
+    assert "proven" in dcpcomm("verify", "gloo_a2a", *SMALL, "--level", "standard", cache=tmp_path)
+    dcpcomm("verify", "loopback", *SMALL, "--level", "quick", status=1)  # it was asked for by name
