@@ -6,6 +6,7 @@ from dcpcomm.combine.cpu import engine
 from dcpcomm.config import MergeConfig
 from dcpcomm.decision import Decision
 from dcpcomm.group import Group
+from dcpcomm.registry import try_load
 from dcpcomm.transport import MergeShape
 
 __all__ = ["describe"]
@@ -26,8 +27,7 @@ def describe(decision: Decision, shape: MergeShape, config: MergeConfig, group: 
     for name in decision.candidates:
         fallen = decision.fallen.get(name)
         if name in decision.transports:
-            proof = "verified" if config.verify.level != "off" else "not verified (verify.level is off)"
-            lines.append(f"  {name}: in use, {proof}")
+            lines.append(f"  {name}: in use, {_proof(name, config)}")
         elif fallen is None:
             asked_for = "was named" if decision.transports[0] == config.transport else "is preferred"
             lines.append(
@@ -52,3 +52,11 @@ def describe(decision: Decision, shape: MergeShape, config: MergeConfig, group: 
     lines.append(f"combined by {engine()}")
     lines.append(f"device memory of this rank: {device_bytes} bytes; an exchange waits for peers {waits}")
     return "\n".join(lines)
+
+
+def _proof(name: str, config: MergeConfig) -> str:
+    if config.verify.level == "off":
+        return "not verified (verify.level is off)"
+    cls, _ = try_load(name)
+    merges = cls is not None and cls.fused_merge is not None
+    return "verified against the oracle" if merges else "verified bit for bit"

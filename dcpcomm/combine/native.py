@@ -63,11 +63,11 @@ def pack(send: WireViews, partial_out: torch.Tensor, lse: torch.Tensor, rank: in
     words = _Words(*header.words())
     row_bytes = d * partial_out.element_size()
     for destination in range(n):
-        if destination != rank:
-            source.rows = rows_at + destination * rows_n
-            source.lse = lse_at + destination * lse_n
-            block = send.address + destination * send.block_stride
-            library.dcpcomm_pack(block, source, t, h, row_bytes, send.pitch, send.lse_at, words)
+        source.rows = rows_at + destination * rows_n
+        source.lse = lse_at + destination * lse_n
+        block = send.address + destination * send.block_stride
+        own = destination == rank  # of which only the header is written
+        library.dcpcomm_pack(block, source, 0 if own else t, h, row_bytes, send.pitch, send.lse_at, words)
 
 
 def can_combine(rows: Sequence[torch.Tensor], lses: Sequence[torch.Tensor]) -> bool:
