@@ -32,5 +32,5 @@ types: .venv/ready
 	MYPYPATH=.types $(BIN)/mypy -p dcpcomm
 
 clean:
-	rm -rf .venv .types build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf dcpcomm/combine/_native*.so .venv .types build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 import time
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, ClassVar
 
@@ -36,7 +37,7 @@ class GlooA2A(MergeTransport):
         devices=("cpu",), multi_host=True, ragged=True, proven_on=("cpu",)
     )
 
-    _gloo: Any = None
+    _gloo: Sequence[Any] = ()
 
     @classmethod
     def check(cls, facts: Facts) -> Verdict:
@@ -52,7 +53,11 @@ class GlooA2A(MergeTransport):
 
     def connect(self, peers: list[bytes]) -> None:
         limit = timedelta(seconds=self.group.timeout_s)
-        self._gloo = dist.ProcessGroupGloo(self.group.store("gloo"), self.group.rank, self.group.size, limit)
+        # Gloo closes all connections of a process group when one receive runs into its deadline: one group per channel.
+        self._gloo = [
+            dist.ProcessGroupGloo(self.group.store(f"gloo/{channel}"), self.group.rank, self.group.size, limit)
+            for channel in range(self.shape.channels)
+        ]
 
     def exchange(self, send: torch.Tensor, channel: int, recv: torch.Tensor | None = None) -> torch.Tensor:
         assert recv is not None
@@ -63,8 +68,8 @@ class GlooA2A(MergeTransport):
             self._unread[channel].clear()
         room = self._room(recv, channel)
         # Receives first: a message that finds its receive posted goes straight to its place.
-        works = [(peer, self._gloo.recv([room[peer]], peer, channel)) for peer in self._peers]
-        works += [(peer, self._gloo.send([send[peer].view(-1)], peer, channel)) for peer in self._peers]
+        works = [(peer, self._begin("recv", room[peer], peer, channel)) for peer in self._peers]
+        works += [(peer, self._begin("send", send[peer].view(-1), peer, channel)) for peer in self._peers]
         recv[self.group.rank].copy_(send[self.group.rank])
         for peer, work in works:
             self._wait(work, peer, started)
@@ -75,11 +80,12 @@ class GlooA2A(MergeTransport):
             # What the peer sends for this call is dropped; it isn't waited for here, but before this channel's next
             # exchange.
             dropped = torch.empty(block_capacity(self.shape, self.group.size), dtype=torch.uint8)
-            self._unread[channel].append((peer, self._gloo.recv([dropped], peer, channel)))
-            self._unread[channel].append((peer, self._gloo.send([send[peer].clone().view(-1)], peer, channel)))
+            self._unread[channel].append((peer, self._begin("recv", dropped, peer, channel)))
+            header = send[peer].clone().view(-1)
+            self._unread[channel].append((peer, self._begin("send", header, peer, channel)))
 
     def close(self) -> None:
-        self._unread, self._blocks, self._gloo = {}, {}, None
+        self._unread, self._blocks, self._gloo = {}, {}, ()
 
     def _room(self, recv: torch.Tensor, channel: int) -> list[torch.Tensor]:
         """By source, all the memory of its block in `recv`: room for the largest message, not just for the one
@@ -91,6 +97,12 @@ class GlooA2A(MergeTransport):
             with torch.inference_mode(False):
                 found = self._blocks[channel] = list(recv.as_strided((self.group.size, stride), (stride, 1)))
         return found
+
+    def _begin(self, what: str, tensor: torch.Tensor, peer: int, channel: int) -> Any:
+        try:
+            return getattr(self._gloo[channel], what)([tensor], peer, 0)
+        except RuntimeError as error:
+            raise TransportTimeout(f"the connection to rank {peer} is gone ({_first_line(error)})", (peer,)) from error
 
     def _wait(self, work: Any, peer: int, started: float) -> None:
         limit = self.group.exchange_timeout_s

@@ -25,6 +25,8 @@ class Loopback(MergeTransport):
     name: ClassVar[str] = "loopback"
     capabilities: ClassVar[Capabilities] = Capabilities(devices=("cpu",), ragged=True)
 
+    _key = ""
+
     @classmethod
     def check(cls, facts: Facts) -> Verdict:
         if facts.place != "loopback":
@@ -41,7 +43,8 @@ class Loopback(MergeTransport):
         return b""
 
     def connect(self, peers: list[bytes]) -> None:
-        self._mail = self.group.loopback.world.mail(f"{self.group.prefix}/{self.group.generation}")
+        self._key = f"{self.group.prefix}/{self.group.generation}"
+        self._mail = self.group.loopback.world.mail(self._key)
 
     def exchange(self, send: torch.Tensor, channel: int, recv: torch.Tensor | None = None) -> torch.Tensor:
         assert recv is not None
@@ -63,7 +66,9 @@ class Loopback(MergeTransport):
         self._unread[channel] += 1
 
     def close(self) -> None:
-        self._mail = Office()
+        if self._key:
+            self.group.loopback.world.leave(self._key, self.group.rank)
+        self._mail, self._key = Office(), ""
 
     def _post(self, send: torch.Tensor, channel: int) -> None:
         for peer in self._peers:
@@ -102,7 +107,8 @@ class LoopbackPeer(PeerMemoryTransport):
     def prepare(self) -> bytes:
         with torch.inference_mode(False):
             self._memory = torch.zeros(self.peer_bytes, dtype=torch.uint8)
-        self._office = self.group.loopback.world.mail(f"{self.group.prefix}/{self.group.generation}/peer")
+        self._key = f"{self.group.prefix}/{self.group.generation}/peer"
+        self._office = self.group.loopback.world.mail(self._key)
         self._office.memory[self.group.rank] = self._memory
         return b""
 
@@ -115,5 +121,6 @@ class LoopbackPeer(PeerMemoryTransport):
 
     def close(self) -> None:
         if self._memory is not None:
+            self.group.loopback.world.leave(self._key, self.group.rank)
             self._office.memory.pop(self.group.rank, None)
         self._memory, self._engine, self._opened = None, None, []

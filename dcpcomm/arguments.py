@@ -78,6 +78,8 @@ def check_out(
     _check_tensor("out", out, device)
     if tuple(out.shape) != shape or out.dtype != dtype:
         raise ShapeError(f"out has shape {tuple(out.shape)} and dtype {out.dtype}; expected {shape} and {dtype}")
+    if out.is_inference() and not torch.is_inference_mode_enabled():
+        raise ShapeError("out was made in inference_mode and can't be written outside of it; call within, or clone it")
     if overlaps_itself(out):
         raise ShapeError(
             f"out has strides {out.stride()}, by which two of its elements share memory; expected a plain view"

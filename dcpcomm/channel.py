@@ -63,6 +63,8 @@ class Channel:
             DCPCommError: another thread is inside a call of this channel, or an earlier call broke it.
         """
         if not self._busy.acquire(blocking=False):
+            # The peers' calls go on counting: without this the next one here would meet another of theirs.
+            self.broken = self.broken or DCPCommError(f"two threads called channel {self.index} at once")
             raise DCPCommError(
                 f"rank {self._group.rank}: channel {self.index} is inside a call of another thread; a channel is one "
                 "ordered stream of calls: use one channel per micro-batch in flight (MergeShape.channels)"

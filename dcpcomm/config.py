@@ -52,6 +52,7 @@ __all__ = [
     "read_config",
 ]
 
+_LONGEST_S = 1e7  # four months; what is longer, clocks of libraries below can't count
 CONFIG_VARIABLE = "DCPCOMM_CONFIG"
 TRANSPORT_VARIABLE = "DCPCOMM_TRANSPORT"
 
@@ -67,13 +68,13 @@ class VerifyConfig(_Part):
     level: Literal["off", "quick", "standard", "soak"] = Field(
         default="standard", description="how much is sent and compared"
     )
-    deadline_s: float = Field(default=30.0, gt=0, description="seconds, for each candidate")
+    deadline_s: float = Field(default=30.0, gt=0, le=_LONGEST_S, description="seconds, for each candidate")
 
 
 class WatchdogConfig(_Part):
     """What happens when a peer does not arrive."""
 
-    timeout_s: float = Field(default=120.0, gt=0, description="seconds that a merge waits for a peer")
+    timeout_s: float = Field(default=120.0, gt=0, le=_LONGEST_S, description="seconds that a merge waits for a peer")
     action: Literal["raise", "log"] = Field(default="raise", description="what to do then")
 
 

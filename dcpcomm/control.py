@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from dcpcomm.errors import DCPCommError, SelectionMismatch, TransportTimeout
+from dcpcomm.errors import CallMismatch, DCPCommError, SelectionMismatch, TransportTimeout
 
 __all__ = ["Control", "Outcome", "first_failure", "left"]
 
@@ -65,7 +65,7 @@ class Control:
         self._step = 0
 
     def exchange(self, payload: bytes, deadline_s: float | None = None, what: str = "a step") -> list[bytes]:
-        """Every rank's `payload`, by rank, as rank 0 saw them.
+        """Every rank's `payload`, by rank, as rank 0 saw them. The ranks must agree on `what` it is for.
 
         Args:
             deadline_s: seconds that rank 0 waits for the others, counted from its own arrival.
@@ -74,8 +74,9 @@ class Control:
         Raises:
             TransportTimeout: naming the ranks that did not arrive; on every rank that did.
             SelectionMismatch: a rank called `fail` instead; on every other rank, naming it and its reason.
+            CallMismatch: the ranks met in different steps, naming who came for what.
         """
-        texts = self._run((True, payload.decode("latin-1")), deadline_s, what)  # JSON has no bytes
+        texts = self._run((True, payload.decode("latin-1"), what), deadline_s, what)  # JSON has no bytes
         return [text.encode("latin-1") for text in texts]
 
     def agree(self, mine: Outcome, deadline_s: float | None = None, what: str = "a step") -> list[Outcome]:
@@ -91,7 +92,7 @@ class Control:
         if self.rank == 0:
             self._put(f"{step}/record", ("failed", [(0, reason)]))
         else:
-            self._put(f"{step}/{self.rank}", (False, reason))
+            self._put(f"{step}/{self.rank}", (False, reason, ""))
 
     @contextlib.contextmanager
     def beating(self) -> Iterator[None]:
@@ -129,7 +130,7 @@ class Control:
                 return str(self._store.get(f"note/{rank}/{key}").decode())
         return ""
 
-    def _run(self, posted: tuple[bool, str], deadline_s: float | None, what: str) -> list[str]:
+    def _run(self, posted: tuple[bool, str, str], deadline_s: float | None, what: str) -> list[str]:
         step, self._step = self._step, self._step + 1
         if self.size == 1:
             return [posted[1]]
@@ -148,6 +149,12 @@ class Control:
         if kind == "failed":
             reasons = "; ".join(f"rank {rank} raised {reason}" for rank, reason in value)
             raise SelectionMismatch(f"rank {self.rank}: {what} was called off: {reasons}")
+        if kind == "mixed":
+            came = "; ".join(f"rank {rank} came for {theirs}" for rank, theirs in value)
+            raise CallMismatch(
+                f"rank {self.rank}: the ranks met in different steps: {came}. Nothing was exchanged. Every rank must "
+                "make the same calls in the same order"
+            )
         missing, why = tuple(value[0]), value[1]
         if self.rank in missing:
             raise TransportTimeout(
@@ -164,7 +171,7 @@ class Control:
             missing,
         )
 
-    def _decide(self, step: int, posted: tuple[bool, Any], limit: float) -> tuple[str, Any]:
+    def _decide(self, step: int, posted: tuple[bool, str, str], limit: float) -> tuple[str, Any]:
         self._store.set(f"{step}/open", "1")
 
         def absent() -> list[int]:
@@ -176,14 +183,17 @@ class Control:
         for rank in range(1, self.size):
             if rank not in missing:
                 frames[rank] = self._take(f"{step}/{rank}")
-        failed = {rank: value for rank, (ok, value) in frames.items() if not ok}
+        failed = {rank: value for rank, (ok, value, _) in frames.items() if not ok}
+        whats = sorted((rank, what) for rank, (_, _, what) in frames.items())
         record: tuple[str, Any]
         if failed:
             record = ("failed", sorted(failed.items()))
         elif missing:
             record = ("missing", _why(silent, missing, limit))
+        elif len({what for _, what in whats}) > 1:
+            record = ("mixed", whats)
         else:
-            record = ("all", [value for _, value in sorted((r, v) for r, (_, v) in frames.items())])
+            record = ("all", [value for _, value in sorted((rank, frame[1]) for rank, frame in frames.items())])
         self._put(f"{step}/record", record)
         # All have posted this step, so all have read the record of the step before.
         if step and not missing:
@@ -193,7 +203,7 @@ class Control:
             self._store.delete_key(f"{step - 1}/open")
         return record
 
-    def _obey(self, step: int, posted: tuple[bool, Any], limit: float) -> tuple[str, Any]:
+    def _obey(self, step: int, posted: tuple[bool, str, str], limit: float) -> tuple[str, Any]:
         self._put(f"{step}/{self.rank}", posted)
 
         def done() -> bool:

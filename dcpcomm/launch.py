@@ -17,6 +17,7 @@ import os
 import pickle
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -27,9 +28,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dcpcomm.errors import DCPCommError
+from dcpcomm.errors import CallMismatch, DCPCommError, SelectionMismatch, TransportTimeout
 
-__all__ = ["LocalRanks", "RankFailed", "emit", "run_on_ranks", "under_torchrun"]
+__all__ = ["LocalRanks", "RankFailed", "emit", "failure_of", "run_on_ranks", "under_torchrun"]
 
 _event_sink: Callable[[Any], None] | None = None
 
@@ -38,9 +39,12 @@ class RankFailed(DCPCommError):
     """A function raised on a rank, the rank's process died, or it did not answer in time. `ranks` says which."""
 
     def __init__(self, message: str, ranks: tuple[int, ...], cause: BaseException | None = None) -> None:
-        super().__init__(message)
+        super().__init__(message, ranks, cause)  # all, so that it survives pickling
         self.ranks = ranks
         self.cause = cause
+
+    def __str__(self) -> str:
+        return str(self.args[0])
 
 
 def emit(event: Any) -> None:
@@ -58,6 +62,8 @@ class LocalRanks:
     """
 
     def __init__(self, size: int, *, start_timeout_s: float = 120.0) -> None:
+        if size < 1:
+            raise ValueError(f"size={size}; expected at least 1 rank")
         self.size = size
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
@@ -73,7 +79,7 @@ class LocalRanks:
                 daemon=True,
                 name=f"rank {rank}",
             )
-            with _no_main_reimport():
+            with _no_main_reimport(), _interrupts_ignored():
                 process.start()
             theirs.close()
             self._processes.append(process)
@@ -97,12 +103,26 @@ class LocalRanks:
             RankFailed: a rank raised, died, or did not answer within `timeout_s`. After the latter two the processes
                 are gone.
         """
+        if not self.alive:
+            raise RankFailed("the processes have ended; make new LocalRanks", tuple(range(self.size)))
         call = pickle.dumps((_address(fn), args))
         for pipe in self._pipes:
             pipe.send_bytes(call)
         return self._collect(time.monotonic() + timeout_s, on_event, getattr(fn, "__qualname__", repr(fn)))
 
     def _collect(self, deadline: float, on_event: Callable[[int, Any], None] | None, what: str) -> list[Any]:
+        try:
+            results, errors = self._answers(deadline, on_event, what)
+        except BaseException:
+            self.close(patience_s=0.0)  # answers are still to come: the next call must not take them for its own
+            raise
+        if errors:
+            raise failure_of(errors, what)
+        return [results[rank] for rank in range(self.size)]
+
+    def _answers(
+        self, deadline: float, on_event: Callable[[int, Any], None] | None, what: str
+    ) -> tuple[dict[int, Any], dict[int, tuple[BaseException | None, str]]]:
         results: dict[int, Any] = {}
         errors: dict[int, tuple[BaseException | None, str]] = {}
         waiting = dict(enumerate(self._pipes))
@@ -128,17 +148,14 @@ class LocalRanks:
                     results[rank] = value
                 else:
                     errors[rank] = value
-        if errors:
-            rank, (cause, trace) = min(errors.items())
-            raise RankFailed(f"{what}: rank {_listed(errors)} raised; rank {rank}:\n{trace}", tuple(errors), cause)
-        return [results[rank] for rank in range(self.size)]
+        return results, errors
 
-    def close(self) -> None:
-        """End the processes. Safe twice."""
+    def close(self, patience_s: float = 5.0) -> None:
+        """End the processes, by force after `patience_s`. Safe twice."""
         for pipe in self._pipes:
             with contextlib.suppress(OSError):
                 pipe.close()
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + patience_s
         for process in self._processes:
             process.join(max(0.0, deadline - time.monotonic()))
             if process.is_alive():
@@ -155,6 +172,14 @@ class LocalRanks:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+def failure_of(errors: dict[int, tuple[BaseException | None, str]], what: str) -> RankFailed:
+    """What to raise for the errors of several ranks: mostly one rank's own, and the others' of having waited for it."""
+    consequences = (TransportTimeout, CallMismatch, SelectionMismatch)
+    first = min(errors, key=lambda rank: (isinstance(errors[rank][0], consequences), rank))
+    cause, trace = errors[first]
+    return RankFailed(f"{what}: rank {_listed(errors)} raised; rank {first}:\n{trace}", tuple(errors), cause)
 
 
 def under_torchrun() -> bool:
@@ -204,7 +229,8 @@ def _serve(pipe: Connection, rank: int, size: int, port: int, parent: int) -> No
     dist.init_process_group("gloo", store=dist.PrefixStore("world", store), rank=rank, world_size=size)
 
     def send(kind: str, value: Any) -> None:
-        pipe.send_bytes(pickle.dumps((kind, value)))
+        with contextlib.suppress(BrokenPipeError):  # nobody waits for the answer any more
+            pipe.send_bytes(pickle.dumps((kind, value)))
 
     _event_sink = lambda event: send("event", event)  # noqa: E731
     send("result", None)
@@ -267,6 +293,19 @@ def _picklable(error: BaseException) -> BaseException | None:
 
 def _listed(ranks: Any) -> str:
     return ", ".join(str(r) for r in sorted(ranks))
+
+
+@contextlib.contextmanager
+def _interrupts_ignored() -> Any:
+    """Have a process that is started meanwhile ignore Ctrl-C from its first instruction: ending it is our business."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 @contextlib.contextmanager

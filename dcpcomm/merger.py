@@ -72,6 +72,7 @@ class DCPMerger:
         if shape.scatter == "tokens":
             self._chunk //= self.group.size
         self._warned_of_chunks = False
+        self._weights_gathered = 0
 
     @overload
     def merge(
@@ -300,6 +301,11 @@ class DCPMerger:
         self._session.check_open()
         return GatheredWUV(self, w_uv_local, needs_full=self.projects_all_heads)
 
+    def count_weights(self) -> int:
+        """A number for the next weights, the same on all ranks that gather in the same order."""
+        self._weights_gathered += 1
+        return self._weights_gathered - 1
+
     @property
     def projects_all_heads(self) -> bool:
         """Whether `merge_and_project` needs W_UV of all heads, for some number of rows, and not just this rank's."""
@@ -376,8 +382,7 @@ class DCPMerger:
                 f"rank {self.group.rank}: channel is {channel!r}; expected 0 to {self.shape.channels - 1} "
                 "(MergeShape.channels)"
             )
-            # There is no channel to tell the peers on: they find this at their deadline.
-            self.group.control.note("raised", f"ShapeError: {error}")
+            self._session.disown(error)
             raise error
         return self._session.channels[channel]
 

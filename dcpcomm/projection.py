@@ -48,6 +48,7 @@ class GatheredWUV:
     def __init__(self, merger: DCPMerger, w_uv_local: torch.Tensor, needs_full: bool) -> None:
         self._merger = merger
         self._needs_full = needs_full
+        self._number = merger.count_weights()  # the layer, as a rule; ranks that refresh different ones are told
         self.full: torch.Tensor | None = None
         self.local = self._checked(w_uv_local)
         with torch.inference_mode(False):
@@ -75,7 +76,7 @@ class GatheredWUV:
                 self.full.copy_(gathered)
 
     def _gather(self, local: torch.Tensor) -> torch.Tensor:
-        gathered = self._merger.group.all_gather(local.detach(), "gathering W_UV")
+        gathered = self._merger.group.all_gather(local.detach(), f"gathering W_UV number {self._number}")
         return gathered.reshape(-1, *local.shape[1:])
 
     def _checked(self, w_uv_local: torch.Tensor) -> torch.Tensor:

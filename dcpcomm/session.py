@@ -33,6 +33,8 @@ class Session:
     """
 
     def __init__(self, group: Any, shape: MergeShape, config: Any, device: torch.device | str | int | None) -> None:
+        if not isinstance(shape, MergeShape):
+            raise ShapeError(f"shape is a {type(shape).__name__}; expected a MergeShape")
         self.group = Group.of(group)
         self.shape = shape
         try:
@@ -102,7 +104,23 @@ class Session:
         except BaseException:
             self.close()  # half of it connected: nothing that a call could use
             raise
+        self._watchdog.forget()
         self.channels = self._make_channels()
+
+    def disown(self, error: ShapeError) -> None:
+        """A call came for no channel that there is, while the peers are in one: keep this rank's next call from meeting
+        theirs. With one channel it is known which they are in, and they are told; with several, all of them are broken.
+        """
+        if len(self.channels) == 1:
+            ordinal = self.channels[0].enter()
+            try:
+                self.channels[0].cancel(ordinal, 1, error)
+            finally:
+                self.channels[0].leave()
+            return
+        self.group.control.note("raised", f"ShapeError: {error}")
+        for channel in self.channels:
+            channel.broken = channel.broken or error
 
     def close(self) -> None:
         """Give everything back. Local, safe twice."""
@@ -147,4 +165,6 @@ def _device(device: torch.device | str | int | None) -> torch.device:
         return torch.device("cpu")
     if asked_for.type != "cuda":
         raise ShapeError(f"device is {asked_for}; expected cpu or cuda")
+    if not torch.cuda.is_available():
+        raise ShapeError(f"device is {asked_for}, and torch {torch.__version__} finds no GPU here; expected cpu")
     return asked_for if asked_for.index is not None else torch.device("cuda", torch.cuda.current_device())

@@ -43,6 +43,7 @@ SCATTERS = ("heads", "tokens", "none")
 PARTIAL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 LSE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _INT32_MAX = 2**31 - 1
+_MOST_CHANNELS = 256
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,6 +83,10 @@ class MergeShape:
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or not 0 < value <= _INT32_MAX:
                 raise ShapeError(f"MergeShape.{name} is {value!r}; expected a positive integer")
+        if self.channels > _MOST_CHANNELS:
+            raise ShapeError(f"MergeShape.channels is {self.channels}; expected at most {_MOST_CHANNELS}")
+        if not isinstance(self.require_graph, bool):
+            raise ShapeError(f"MergeShape.require_graph is {self.require_graph!r}; expected True or False")
         if self.dtype not in PARTIAL_DTYPES:
             raise ShapeError(f"MergeShape.dtype is {self.dtype!r}; expected one of {_names(PARTIAL_DTYPES)}")
         if self.lse_base not in LSE_BASES:
@@ -91,6 +96,8 @@ class MergeShape:
 
     def check_world_size(self, world_size: int) -> None:
         """Raise `ShapeError` unless the heads divide evenly over `world_size` ranks."""
+        if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
+            raise ShapeError(f"world_size is {world_size!r}; expected a positive integer")
         if self.num_heads % world_size:
             raise ShapeError(
                 f"num_heads={self.num_heads} is not a multiple of the group's size {world_size}; pad the heads to "

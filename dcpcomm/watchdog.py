@@ -73,6 +73,12 @@ class Watchdog:
         self._progress.calls[channel] = (False, call, now)
         self._progress.moved = now
 
+    def forget(self) -> None:
+        """After a reset: what was done before it says nothing of the calls to come."""
+        now = time.monotonic()
+        self._progress.calls[:] = [(False, None, now)] * len(self._progress.calls)
+        self._progress.moved = now
+
     def last_words(self, ranks: tuple[int, ...]) -> str:
         """What each of `ranks` last noted, for an error message."""
         return "; ".join(f"rank {rank}: {_last_word(self._control, rank)}" for rank in ranks)

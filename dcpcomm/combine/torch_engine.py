@@ -61,7 +61,8 @@ def combine(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The LSE-weighted sum over sources.
 
-    A row's result depends on that row alone: masks change nothing where there is nothing to mask.
+    Masks change nothing where there is nothing to mask. Still, torch's exp2 may round the last few numbers of a tensor
+    otherwise than the rest, so here, unlike in native.c, a row's last bit can depend on how many rows there are.
 
     Args:
         rows: by source, `[t, h, D]`, any strides.

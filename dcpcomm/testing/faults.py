@@ -165,33 +165,34 @@ class FaultyTransport(MergeTransport):
         injected: what has struck, on all ranks of this process, in order. Emptied by its owner.
     """
 
+    # Private names begin with `_fault`: they share an object with those of whatever transport is wrapped.
     faults: ClassVar[tuple[Fault, ...]] = ()
     injected: ClassVar[list[Injection]] = []
 
     @classmethod
     def check(cls, facts: Facts) -> Verdict:
-        for fault in cls._meant("check", facts.rank):
-            cls._strike(fault, facts.rank, threads=facts.place == "loopback")
+        for fault in cls._fault_meant("check", facts.rank):
+            cls._fault_strike(fault, facts.rank, threads=facts.place == "loopback")
             if fault.kind == "refuse":
                 return Verdict(False, fault.reason)
         return super().check(facts)
 
     def prepare(self) -> bytes:
-        self._calls: dict[int, int] = {}
-        self._arrived: dict[int, deque[list[torch.Tensor]]] = {}
-        self._befall("prepare")
+        self._fault_calls: dict[int, int] = {}
+        self._fault_arrived: dict[int, deque[list[torch.Tensor]]] = {}
+        self._fault_befall("prepare")
         return super().prepare()  # type: ignore[safe-super]
 
     def connect(self, peers: list[bytes]) -> None:
-        self._befall("connect")
+        self._fault_befall("connect")
         super().connect(peers)  # type: ignore[safe-super]
 
     def exchange(self, send: Any, channel: int, recv: torch.Tensor | None = None) -> Any:
-        call, active = self._begin(channel)
+        call, active = self._fault_begin(channel)
         given = {} if recv is None else {"recv": recv}
-        if not any(f.kind in OF_MESSAGES for f in self._meant("exchange", self.group.rank)):
+        if not any(f.kind in OF_MESSAGES for f in self._fault_meant("exchange", self.group.rank)):
             return super().exchange(send, channel, **given)
-        earlier = self._arrived.setdefault(channel, deque(maxlen=max(f.age for f in self.faults)))
+        earlier = self._fault_arrived.setdefault(channel, deque(maxlen=max(f.age for f in self.faults)))
         before = None if recv is None else _blocks(recv)
         arrived = super().exchange(send, channel, **given)
         true = _blocks(arrived)
@@ -211,11 +212,11 @@ class FaultyTransport(MergeTransport):
         return _rewritten(arrived, blocks, in_place=arrived is recv)
 
     @classmethod
-    def _meant(cls, stage: str, rank: int) -> list[Fault]:
+    def _fault_meant(cls, stage: str, rank: int) -> list[Fault]:
         return [fault for fault in cls.faults if fault.stage == stage and fault.rank in (None, rank)]
 
     @classmethod
-    def _strike(
+    def _fault_strike(
         cls, fault: Fault, rank: int, threads: bool, call: int | None = None, channel: int | None = None
     ) -> None:
         """What a fault does to its rank. On record before it happens: afterwards there may be nobody to write."""
@@ -229,16 +230,16 @@ class FaultyTransport(MergeTransport):
         if fault.kind in ("hang", "delay"):
             (fault.until or threading.Event()).wait(None if fault.seconds == float("inf") else fault.seconds)
 
-    def _befall(self, stage: str) -> None:
-        for fault in self._meant(stage, self.group.rank):
-            self._strike(fault, self.group.rank, threads=self.group.loopback is not None)
+    def _fault_befall(self, stage: str) -> None:
+        for fault in self._fault_meant(stage, self.group.rank):
+            self._fault_strike(fault, self.group.rank, threads=self.group.loopback is not None)
 
-    def _begin(self, channel: int) -> tuple[int, list[tuple[Fault, random.Random]]]:
+    def _fault_begin(self, channel: int) -> tuple[int, list[tuple[Fault, random.Random]]]:
         """Number this exchange, let strike what is the rank's, and return what strikes in it."""
-        call = self._calls.get(channel, 0)
-        self._calls[channel] = call + 1
+        call = self._fault_calls.get(channel, 0)
+        self._fault_calls[channel] = call + 1
         active: list[tuple[Fault, random.Random]] = []
-        for index, fault in enumerate(self._meant("exchange", self.group.rank)):
+        for index, fault in enumerate(self._fault_meant("exchange", self.group.rank)):
             if fault.call not in (None, call) or fault.channel not in (None, channel):
                 continue
             rng = random.Random(f"{fault.seed}/{index}/{self.group.rank}/{channel}/{call}")
@@ -246,7 +247,7 @@ class FaultyTransport(MergeTransport):
                 active.append((fault, rng))
         for fault, _ in active:
             if fault.kind in OF_RANKS:
-                self._strike(fault, self.group.rank, self.group.loopback is not None, call, channel)
+                self._fault_strike(fault, self.group.rank, self.group.loopback is not None, call, channel)
         return call, active
 
 
@@ -291,7 +292,7 @@ def faulty(
 
 def _fused_merge(inner: type[MergeTransport]) -> Any:
     def fused_merge(self: FaultyTransport, partial_out: torch.Tensor, partial_lse: torch.Tensor, channel: int) -> Any:
-        self._begin(channel)
+        self._fault_begin(channel)
         return inner.fused_merge(self, partial_out, partial_lse, channel)
 
     return fused_merge

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from dcpcomm.launch import RankFailed
+from dcpcomm.launch import RankFailed, failure_of
 
 __all__ = ["LoopbackRank", "LoopbackWorld"]
 
@@ -60,6 +60,15 @@ class LoopbackWorld:
                 self._offices[key] = Office()
             return self._offices[key]
 
+    def leave(self, key: str, rank: int) -> None:
+        """A rank has closed its merger; when all have, its queues go."""
+        with self._lock:
+            office = self._offices.get(key)
+            if office is not None:
+                office.left.add(rank)
+                if len(office.left) == self.size:
+                    del self._offices[key]
+
     def run(self, fn: Callable[..., Any], *args: Any, timeout_s: float = 60.0) -> list[Any]:
         """`fn(group, *args)` on every rank at once, each in a thread; the results by rank.
 
@@ -87,12 +96,7 @@ class LoopbackWorld:
         if late:
             raise RankFailed(f"rank {', '.join(map(str, late))} did not return within {timeout_s:g} s", late)
         if errors:
-            rank, (cause, trace) = min(errors.items())
-            raise RankFailed(
-                f"rank {', '.join(map(str, sorted(errors)))} raised; rank {rank}:\n{trace}",
-                tuple(errors),
-                cause,
-            )
+            raise failure_of(dict(errors), getattr(fn, "__qualname__", repr(fn)))
         return results
 
 
@@ -100,6 +104,7 @@ class Office(defaultdict[tuple[int, int, int], "queue.SimpleQueue[Any]"]):
     """Queues of one merger by (channel, source, destination), one per key also when two threads ask at once.
 
     Attributes:
+        left: ranks that have closed their merger.
         memory: by rank, what it offers to its peers (the peer family).
         poison: channel -> the rank that ran into its deadline there first, and what it said.
     """
@@ -107,6 +112,7 @@ class Office(defaultdict[tuple[int, int, int], "queue.SimpleQueue[Any]"]):
     def __init__(self) -> None:
         super().__init__(None)
         self.memory: dict[int, Any] = {}
+        self.left: set[int] = set()
         self.poison: dict[int, tuple[int, str]] = {}
         self._lock = threading.Lock()
 
