@@ -261,7 +261,7 @@ class Channel:
         )
 
     def _cancel_key(self, ordinal: int) -> str:
-        """Where the reason is noted. Ordinals begin again with a reset, so its generation is in it."""
+        """Where the reason is noted. Ordinals begin again with a reset, so the generation is in it."""
         return f"cancel/{self._group.generation}/{self.index}/{ordinal}"
 
     def _break(self, error: DCPCommError) -> DCPCommError:

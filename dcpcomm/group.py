@@ -26,7 +26,7 @@ class Group:
         timeout_s: how long a rank waits for the others where all of them must come (construct, reset, gather).
         exchange_timeout_s: how long an exchange may wait for a peer; None where it waits on and the watchdog only says
             so.
-        generation: how often the merger was reset: a transport of one generation must not meet messages of another.
+        generation: how many transports were connected so far: what one of them left behind must not meet the next.
         loopback: this rank's `LoopbackRank`, where the ranks are threads of one process; else None.
     """
 

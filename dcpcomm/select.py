@@ -115,6 +115,7 @@ def connect_transport(
 ) -> MergeTransport | Fallen:
     """Construct, prepare and connect one transport on all ranks; closed on all where it fails on any. Collective."""
     deadline, name = config.verify.deadline_s, cls.name
+    group.generation += 1
     transport: MergeTransport | None = None
     try:
         if cls.needs_workspace():

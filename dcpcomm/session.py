@@ -91,7 +91,6 @@ class Session:
             self.group.control.note(key, "")
         for transport in self.transports.values():
             transport.close()
-        self.group.generation += 1
         try:
             for name, transport in self.transports.items():
                 again = establish(self.group, self.shape, self.config, type(transport), self._workspace)
