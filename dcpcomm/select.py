@@ -26,11 +26,12 @@ from dcpcomm.combine.cpu import engine
 from dcpcomm.combine.wire import row_bytes
 from dcpcomm.config import MergeConfig, config_fingerprint, options_for
 from dcpcomm.control import Outcome, first_failure, left
-from dcpcomm.cost import CostTable, LinkClass, Price, buckets, load_cost_table
-from dcpcomm.decision import Choice, Decision, Fallen
+from dcpcomm.cost import load_cost_table
+from dcpcomm.decision import Decision, Fallen
 from dcpcomm.errors import ConfigError, SelectionMismatch, TransportUnavailable, VerificationFailed
 from dcpcomm.group import Group
 from dcpcomm.log import log
+from dcpcomm.pricing import priced
 from dcpcomm.registry import registered_transports, try_load
 from dcpcomm.topology import Facts, local_facts
 from dcpcomm.transport import MergeShape, MergeTransport, PeerMemoryTransport, Verdict
@@ -93,7 +94,7 @@ def select(
                 if name == config.transport or name in config.prefer:
                     break  # it was asked for, and it works: the others are only for when it doesn't
         # Rank 0's view of the prices is the decision, as its view of everything else is.
-        mine = _priced(group, shape, config, table, candidates, fallen, list(standing), facts)
+        mine = priced(group, shape, config, table, candidates, fallen, list(standing), facts)
         published = group.control.exchange(mine.to_json(), config.verify.deadline_s, "publishing the decision")
         decision = Decision.from_json(published[0])
     except BaseException:
@@ -278,87 +279,6 @@ def _declared(
             f"name it (transport: {name}) or prefer it",
         )
     return Verdict(True)
-
-
-def _priced(
-    group: Group,
-    shape: MergeShape,
-    config: MergeConfig,
-    table: CostTable,
-    candidates: list[str],
-    fallen: dict[str, Fallen],
-    standing: list[str],
-    facts: Facts,
-) -> Decision:
-    """The decision: for each bucket of B the cheapest transport, of at most `max_live` that stay connected."""
-    orders = _orders(shape, config)
-    link = _link(group, facts)
-
-    def prices_of(names: list[str], orders: tuple[str, ...]) -> dict[int, list[Price]]:
-        return {
-            tokens: sorted(
-                (table.price(name, shape, group.size, tokens, link, facts.device, orders) for name in names),
-                key=lambda price: price.us,
-            )
-            for tokens in buckets(shape.max_tokens)
-        }
-
-    names = standing or ([""] if group.size == 1 else [])
-    if not names:
-        return Decision(candidates, fallen)
-    prices = prices_of(names, orders)
-    if config.deterministic and len(orders) > 1:
-        # One order for every B: the one whose best merges cost least in sum.
-        alone = {order: prices_of(names, (order,)) for order in orders}
-        best = min(alone, key=lambda order: sum(row[0].us for row in alone[order].values()))
-        prices = alone[best]
-    live = _live(names, prices, config)
-    for name in names:
-        if name not in live:
-            others = " and ".join(live)
-            reason = f"at no B predicted to be cheaper than {others}"
-            if len(live) == config.max_live:
-                reason = f"not among the max_live={config.max_live} that together are cheapest over all B ({others})"
-            fallen[name] = Fallen("price", 0, reason, f"transport: {name}, or prefer it")
-    choices = []
-    for tokens, row in prices.items():
-        price = next(price for price in row if price.transport in live)
-        choices.append(Choice(tokens, price.transport, price.projection))
-    return Decision(candidates, fallen, choices, prices)
-
-
-def _live(names: list[str], prices: dict[int, list[Price]], config: MergeConfig) -> list[str]:
-    """At most `max_live` names: greedily those that lower the sum over buckets most, ties to the earlier one.
-
-    A transport that was named or preferred is taken without asking its price.
-    """
-    asked_for = [name for name in names if name == config.transport or name in config.prefer]
-    if asked_for:
-        return asked_for[:1]
-    by_bucket = [{price.transport: price.us for price in row} for row in prices.values()]
-    live: list[str] = []
-    while len(live) < min(config.max_live, len(names)):
-        rest = [name for name in names if name not in live]
-        sums = {name: sum(min(row[one] for one in [*live, name]) for row in by_bucket) for name in rest}
-        best = min(rest, key=lambda name: sums[name])
-        if live and sums[best] >= sum(min(row[one] for one in live) for row in by_bucket):
-            break  # one more connection would never be the cheaper one
-        live.append(best)
-    return live
-
-
-def _orders(shape: MergeShape, config: MergeConfig) -> tuple[str, ...]:
-    if shape.v_head_dim is None:
-        return ()
-    return ("before", "after") if config.projection == "auto" else (config.projection,)
-
-
-def _link(group: Group, facts: Facts) -> LinkClass:
-    if facts.place == "loopback":
-        return "process"
-    if len(set(group.hosts)) > 1:
-        return "network"
-    return "gpu" if facts.device == "cuda" else "host"
 
 
 def _none_left(rank: int, config: MergeConfig, decision: Decision) -> str:

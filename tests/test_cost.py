@@ -15,7 +15,7 @@ import dcpcomm
 from dcpcomm.config import MergeConfig
 from dcpcomm.cost import Price, buckets, load_cost_table
 from dcpcomm.group import Group
-from dcpcomm.select import _live, _priced
+from dcpcomm.pricing import live_ones, priced
 from dcpcomm.testing import LoopbackWorld
 from dcpcomm.topology import local_facts
 
@@ -31,7 +31,7 @@ def decide(shape: dcpcomm.MergeShape, standing: list[str], n: int = 4, table: st
     group = Group.of(LoopbackWorld(n).groups[0])
     group.hosts = ["here"] * n
     facts = local_facts(0, n, torch.device("cpu"), False)
-    return _priced(group, shape, MergeConfig(**config), load_cost_table(table), standing, {}, standing, facts)
+    return priced(group, shape, MergeConfig(**config), load_cost_table(table), standing, {}, standing, facts)
 
 
 @given(st.integers(1, 100_000))
@@ -87,18 +87,18 @@ def rows(**us: list[float]) -> dict[int, list[Price]]:
 
 def test_those_stay_connected_that_lose_least_in_sum() -> None:
     prices = rows(a=[1, 9, 9], b=[9, 1, 1], c=[3, 3, 3])
-    assert _live(["a", "b", "c"], prices, MergeConfig(max_live=1)) == ["c"]
+    assert live_ones(["a", "b", "c"], prices, MergeConfig(max_live=1)) == ["c"]
     # Greedy from there: the one that takes most off the sum.
-    assert _live(["a", "b", "c"], prices, MergeConfig(max_live=2)) == ["c", "b"]
-    assert _live(["a", "b", "c"], prices, MergeConfig(max_live=3)) == ["c", "b", "a"]
+    assert live_ones(["a", "b", "c"], prices, MergeConfig(max_live=2)) == ["c", "b"]
+    assert live_ones(["a", "b", "c"], prices, MergeConfig(max_live=3)) == ["c", "b", "a"]
 
 
 def test_no_connection_is_kept_that_is_never_cheaper() -> None:
-    assert _live(["a", "b"], rows(a=[1, 1], b=[2, 1]), MergeConfig(max_live=2)) == ["a"]
+    assert live_ones(["a", "b"], rows(a=[1, 1], b=[2, 1]), MergeConfig(max_live=2)) == ["a"]
 
 
 def test_a_tie_goes_to_the_earlier_in_canonical_order() -> None:
-    assert _live(["b", "a"], rows(a=[1, 1], b=[1, 1]), MergeConfig(max_live=2)) == ["b"]
+    assert live_ones(["b", "a"], rows(a=[1, 1], b=[1, 1]), MergeConfig(max_live=2)) == ["b"]
 
 
 def test_two_transports_share_the_buckets(tmp_path: Path) -> None:
