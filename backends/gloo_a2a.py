@@ -46,7 +46,7 @@ class GlooA2A(MergeTransport):
         return Verdict(True)
 
     def prepare(self) -> bytes:
-        self._peers = [(self.group.rank + step) % self.group.size for step in range(1, self.group.size)]
+        self._peers = self.group.peers
         self._unread: dict[int, list[tuple[int, Any]]] = {channel: [] for channel in range(self.shape.channels)}
         self._blocks: dict[int, list[torch.Tensor]] = {}
         return b""

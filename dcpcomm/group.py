@@ -100,6 +100,11 @@ class Group:
             cpu_group=getattr(group, "cpu_group", None),
         )
 
+    @property
+    def peers(self) -> list[int]:
+        """The other ranks, beginning with the next one, so that not all ranks send to the same peer first."""
+        return [(self.rank + step) % self.size for step in range(1, self.size)]
+
     def store(self, purpose: str) -> Any:
         """A store of its own for a transport whose library meets through one; `purpose` keeps two of them apart."""
         return dist.PrefixStore(f"{self.prefix}/{purpose}/{self.generation}", self._store)

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from dcpcomm.cli.terminal import stdout_kept_clean
+
 if TYPE_CHECKING:
     from dcpcomm.testing.conformance import Report, Result
 
@@ -51,7 +53,7 @@ def conformance(
     cases = CASES if case is None else cases_like(case)
     if (":" in name or "." in name) and os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # as for `python -m`: a transport under development is no installed package
-    with _stdout_kept_clean(), _progress(len(cases)) as on_result:
+    with stdout_kept_clean(), _progress(len(cases)) as on_result:
         report = run_conformance(name, ranks=(ranks,), cases=cases, seed=seed, on_result=on_result)
     if junit is not None:
         junit.write_text(report.to_junit(), encoding="utf-8")
@@ -86,17 +88,3 @@ def _progress(total: int) -> Iterator[Callable[[Result], None]]:
     with Progress(*columns, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as bar:
         task = bar.add_task("starting the ranks", total=total)
         yield lambda result: bar.update(task, advance=1, description=result.case)
-
-
-@contextlib.contextmanager
-def _stdout_kept_clean() -> Iterator[None]:
-    """Send what libraries write to standard output to standard error: some Gloos report connections there."""
-    sys.stdout.flush()
-    kept = os.dup(1)
-    os.dup2(2, 1)
-    try:
-        yield
-    finally:
-        sys.stdout.flush()
-        os.dup2(kept, 1)
-        os.close(kept)

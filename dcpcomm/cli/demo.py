@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dcpcomm.cli.shape import on_ranks
+from dcpcomm.cli.terminal import stdout_kept_clean
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -83,7 +84,7 @@ def demo(
     if settings.transport is not None:
         load_transport(settings.transport)  # says what is wrong with the name before any process is started
 
-    with _progress(f"starting {size} process" + "es" * (size > 1)) as on_event, _stdout_kept_clean():
+    with _progress(f"starting {size} process" + "es" * (size > 1)) as on_event, stdout_kept_clean():
         reports = on_ranks(run_rank, size, settings, on_event=on_event)
     if reports is None:  # another rank than 0 under torchrun
         return
@@ -149,20 +150,6 @@ def _progress(first: str) -> Iterator[Callable[[int, Any], None]]:
             bar.update(task, completed=done, total=total, description=what)
 
         yield on_event
-
-
-@contextlib.contextmanager
-def _stdout_kept_clean() -> Iterator[None]:
-    """Send what libraries write to standard output to standard error: some Gloos report connections there."""
-    sys.stdout.flush()
-    kept = os.dup(1)
-    os.dup2(2, 1)
-    try:
-        yield
-    finally:
-        sys.stdout.flush()
-        os.dup2(kept, 1)
-        os.close(kept)
 
 
 def _result(

@@ -46,7 +46,7 @@ class HostPut:
         self._given_up: list[np.ndarray] = [word[..., 1] for word in words]
         self._epoch = [0] * shape.channels
         self._unread = [False] * shape.channels  # whether the peers' rows of the last call were waited for
-        self._peers = [(group.rank + step) % n for step in range(1, n)]
+        self._peers = group.peers
 
     def exchange(self, send: torch.Tensor, channel: int) -> torch.Tensor:
         """Put `send [N, 1 + R, W]`; what came, the same shape, in place until the next call but one."""
