@@ -9,11 +9,12 @@ step.
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 import numpy as np
 import torch
 
-from dcpcomm.combine.cpu import combine, pack
+from dcpcomm.combine.engine import Engine, Layout, PackedCall, Partials
 from dcpcomm.combine.torch_engine import clean_lse
 from dcpcomm.combine.wire import KIND_CANCELLED, Header, WireViews, wire_views
 from dcpcomm.decision import Decision
@@ -24,7 +25,7 @@ from dcpcomm.watchdog import Watchdog
 
 __all__ = ["Channel"]
 
-_VIEWS_KEPT = 1024
+_CALLS_KEPT = 1024
 
 
 class Channel:
@@ -44,6 +45,8 @@ class Channel:
         decision: Decision,
         transports: dict[str, MergeTransport],
         watchdog: Watchdog,
+        engine: Engine,
+        device: torch.device,
         send: torch.Tensor | None,
         recv: torch.Tensor | None,
     ) -> None:
@@ -51,10 +54,12 @@ class Channel:
         self.broken: DCPCommError | None = None
         self._group, self._shape, self._watchdog = group, shape, watchdog
         self._decision, self._transports = decision, transports
+        self._engine, self._device = engine, device
+        self._heads = shape.result_rows(1, 1)[1] if shape.scatter != "heads" else shape.num_heads // group.size
         self._send, self._recv = send, recv
         self._ordinal = 0
         self._busy = threading.Lock()
-        self._views: dict[tuple[str, int, int, int], tuple[WireViews, WireViews]] = {}
+        self._calls: dict[tuple[Any, ...], tuple[PackedCall, WireViews, WireViews]] = {}
 
     def enter(self) -> int:
         """Begin a call; its ordinal. `leave` must follow.
@@ -113,36 +118,35 @@ class Channel:
             self._break(DCPCommError(f"telling the peers about {error} failed: {second}"))
 
     def merge(
-        self, partial_out: torch.Tensor, lse: torch.Tensor, header: Header, want_lse: bool
+        self, partials: Partials, start: int, t: int, header: Header, out: torch.Tensor | None, want_lse: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Exchange and combine one chunk.
+        """Exchange and combine rows `start` to `start + t` of the result: one chunk.
 
         Args:
-            partial_out: `[N, t, h, D]`, destination first, any strides.
-            lse: `[N, t, h]`, any float dtype; -inf, NaN or +inf where the row is empty here.
+            out: `[t, h, D]` to write to, any strides; None: freshly allocated.
 
         Returns:
-            out `[t, h, D]`, freshly allocated, and the LSE `[t, h]` float32 or None.
+            out, and the LSE `[t, h]` float32 or None.
 
         Raises:
             CallMismatch: a peer is in another call, or raised instead of sending.
             TransportTimeout: a peer did not arrive.
         """
-        base, dtype = self._shape.lse_base, self._shape.dtype
         if not self._transports:
-            return combine(list(partial_out), list(lse), base, dtype, want_lse)
+            return self._combine(*partials.part(self._shape.scatter, 1, start, t), out, want_lse)
 
         transport = self._transports[self._decision.transport_for(header.tokens)]
         self._watchdog.begin(self.index, header)
         try:
             if transport.fused_merge is not None:
-                return self._fused(transport, partial_out, clean_lse(lse, None))
+                merged = self._fused(transport, partials, start, t)
+                return (merged[0] if out is None else out.copy_(merged[0])), merged[1]
             if transport.capabilities.layout == "view":
-                views = (partial_out.transpose(0, 1), clean_lse(lse, None).transpose(0, 1))
-                arrived, lses = transport.exchange(views, self.index)
-                return combine(arrived.unbind(1), lses.unbind(1), base, dtype, want_lse)
-            rows, lses = self._exchange_packed(transport, partial_out, lse, header)
-            return combine(rows, lses, base, dtype, want_lse)
+                rows, lses = partials.part(self._shape.scatter, self._group.size, start, t)
+                views = rows.transpose(0, 1), clean_lse(lses, None).transpose(0, 1)
+                rows, lses = transport.exchange(views, self.index)
+                return self._combine(rows.transpose(0, 1), lses.transpose(0, 1), out, want_lse)
+            return self._packed(transport, partials, start, t, header, out, want_lse)
         except TransportTimeout as error:
             raise self._break(self._timed_out(transport, error, header)) from error
         except CallMismatch:
@@ -160,28 +164,51 @@ class Channel:
         finally:
             self._watchdog.end(self.index, header)
 
-    def _exchange_packed(
-        self, transport: MergeTransport, partial_out: torch.Tensor, lse: torch.Tensor, header: Header
-    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """By source: rows `[t, h, D]` and LSEs `[t, h]`, this rank's own straight from its partials."""
-        rank = self._group.rank
-        _, t, h, _ = partial_out.shape
-        send, recv = self._buffers(transport, t, h, header.width)
-        pack(send, partial_out, lse, rank, header)
+    def _packed(
+        self,
+        transport: MergeTransport,
+        partials: Partials,
+        start: int,
+        t: int,
+        header: Header,
+        out: torch.Tensor | None,
+        want_lse: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        layout = Layout(
+            header.tokens, t, header.width, partials.out.stride(), partials.lse.stride(), partials.lse.dtype
+        )
+        call, send, recv = self._call(transport, layout, None)
+        call.pack(partials, start, header)
         arrived = transport.exchange(send.blocks, self.index, recv=recv.blocks)
         if arrived is not recv.blocks:
-            recv = WireViews(arrived, t, h, header.width, self._shape.dtype)
-        words = header.words()
-        if any(tuple(theirs) != words for source, theirs in enumerate(recv.words.tolist()) if source != rank):
+            call, _, recv = self._call(transport, layout, arrived)
+        out, out_lse = self._room(out, t, header.width, want_lse)
+        if not call.combine(partials, start, header, out, out_lse):
             self._refuse(recv.words, header)
-        rows, lses = list(recv.payload), list(recv.lse)
-        rows[rank], lses[rank] = partial_out[rank], lse[rank]
-        return rows, lses
+        return out, out_lse
+
+    def _combine(
+        self, rows: torch.Tensor, lses: torch.Tensor, out: torch.Tensor | None, want_lse: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        out, out_lse = self._room(out, rows.shape[1], rows.shape[3], want_lse)
+        self._engine.combine(rows, lses, out, out_lse)
+        return out, out_lse
+
+    def _room(
+        self, out: torch.Tensor | None, t: int, width: int, want_lse: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Where the result goes: `[t, h, D]`, and `[t, h]` float32 if it is wanted."""
+        h, device = self._heads, self._device
+        if out is None:
+            out = torch.empty((t, h, width), dtype=self._shape.dtype, device=device)
+        return out, torch.empty((t, h), dtype=torch.float32, device=device) if want_lse else None
 
     def _fused(
-        self, transport: MergeTransport, partial_out: torch.Tensor, lse: torch.Tensor
+        self, transport: MergeTransport, partials: Partials, start: int, t: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Hand the chunk, as `[B, H, D]`, to a transport that merges by itself."""
+        partial_out, lse = partials.part(self._shape.scatter, self._group.size, start, t)
+        lse = clean_lse(lse, None)
         if self._shape.scatter == "heads":
             whole, whole_lse = partial_out.transpose(0, 1).flatten(1, 2), lse.transpose(0, 1).flatten(1, 2)
         elif self._shape.scatter == "tokens":
@@ -191,18 +218,29 @@ class Channel:
         out, out_lse = transport.fused_merge(whole, whole_lse, self.index)
         return out, out_lse
 
+    def _call(
+        self, transport: MergeTransport, layout: Layout, arrived: torch.Tensor | None
+    ) -> tuple[PackedCall, WireViews, WireViews]:
+        """What packs and combines calls of this layout, the buffer it sends and the one it receives: the workspace's,
+        or what a transport that has its own `arrived` in.
+        """
+        key = (transport.name, layout, None if arrived is None else (arrived.data_ptr(), arrived.stride()))
+        found = self._calls.get(key)
+        if found is None:
+            if len(self._calls) >= _CALLS_KEPT:
+                self._calls.clear()
+            send, recv = self._buffers(transport, layout.t, self._heads, layout.width)
+            if arrived is not None:
+                recv = WireViews(arrived, layout.t, self._heads, layout.width, self._shape.dtype)
+            found = self._calls[key] = self._engine.packed_call(layout, send, recv), send, recv
+        return found
+
     def _buffers(self, transport: MergeTransport, t: int, h: int, width: int) -> tuple[WireViews, WireViews]:
         """Views of the send and receive regions for `t * h` rows of `width` per destination."""
-        key = (transport.name, t, h, width)
-        found = self._views.get(key)
-        if found is None:
-            assert self._send is not None
-            assert self._recv is not None
-            if len(self._views) >= _VIEWS_KEPT:
-                self._views.clear()
-            n, dtype, ragged = self._group.size, self._shape.dtype, transport.capabilities.ragged
-            found = self._views[key] = wire_views(self._send, self._recv, n, t, h, width, dtype, ragged)
-        return found
+        assert self._send is not None
+        assert self._recv is not None
+        n, dtype, ragged = self._group.size, self._shape.dtype, transport.capabilities.ragged
+        return wire_views(self._send, self._recv, n, t, h, width, dtype, ragged)
 
     def _refuse(self, words: np.ndarray, mine: Header) -> None:
         """Raise for headers that aren't this rank's; break the channel unless the peers merely called this very call

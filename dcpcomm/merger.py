@@ -8,14 +8,14 @@ import torch
 
 from dcpcomm.arguments import check_out, check_partials, check_tag, rows_of
 from dcpcomm.channel import Channel
-from dcpcomm.combine.torch_engine import by_destination, clean_lse
+from dcpcomm.combine.engine import Partials
 from dcpcomm.combine.wire import Header
 from dcpcomm.decision import Decision
 from dcpcomm.errors import ShapeError
 from dcpcomm.explain import describe
 from dcpcomm.log import log
 from dcpcomm.projection import GatheredWUV, check_gathered, project
-from dcpcomm.rows import empty_rows
+from dcpcomm.rows import row_counts
 from dcpcomm.session import Session
 from dcpcomm.transport import MergeShape
 from dcpcomm.workspace import wire_bytes
@@ -233,23 +233,22 @@ class DCPMerger:
                         "w_uv of all heads": w_uv.full if w_uv is not None else None,
                     }
                     check_out(out, (*rows, width), self.shape.dtype, self.device, inputs, self._session.workspace)
-                empty = empty_rows(tokens, self.device, valid_counts, seq_lens, query_start_loc)
+                counts = row_counts(tokens, self.device, valid_counts, seq_lens, query_start_loc)
                 if tokens == 0:
                     return self._nothing(out, rows, width, return_lse)
                 before = w_uv is not None and self._session.decision.choice(tokens).projection == "before"
                 if before:
                     assert w_uv is not None
                     partial_out = project(partial_out, w_uv.whole)
-                lse = partial_lse if empty is None else clean_lse(partial_lse, empty)
-                lse = by_destination(lse, self.shape.scatter, self.group.size)
-                partials = by_destination(partial_out, self.shape.scatter, self.group.size)
+                partials = self._session.partials(partial_out, partial_lse, counts)
             except Exception as error:
                 stream.cancel(ordinal, rows_of(partial_out), error)
                 if isinstance(error, ShapeError):
                     raise ShapeError(f"rank {self.group.rank}: {error}") from None
                 raise
             into = out if w_uv is None or before else None
-            merged, merged_lse = self._merge_chunks(stream, partials, lse, ordinal, tag, tokens, return_lse, into)
+            header = Header(ordinal, tag, tokens, 0, int(partials.out.shape[2]))
+            merged, merged_lse = self._merge_chunks(stream, partials, rows[0], header, into, return_lse)
         finally:
             stream.leave()
         if w_uv is not None and not before:
@@ -259,33 +258,30 @@ class DCPMerger:
     def _merge_chunks(
         self,
         stream: Channel,
-        partials: torch.Tensor,
-        lse: torch.Tensor,
-        ordinal: int,
-        tag: int,
-        tokens: int,
-        want_lse: bool,
+        partials: Partials,
+        t: int,
+        header: Header,
         out: torch.Tensor | None,
+        want_lse: bool,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """`partials [N, t, h, D]`, `lse [N, t, h]` -> `[t, h, D]`, `[t, h]`, in as many exchanges as it takes."""
-        _, t, h, width = partials.shape
+        """The result's `t` rows of tokens, and their LSE if it is wanted, in as many exchanges as it takes."""
         if t <= self._chunk:
-            merged, merged_lse = stream.merge(partials, lse, Header(ordinal, tag, tokens, 0, width), want_lse)
-            return (merged if out is None else out.copy_(merged)), merged_lse
+            return stream.merge(partials, 0, t, header, out, want_lse)
         if not self._warned_of_chunks:
             self._warned_of_chunks = True
             text = "rank %d: a merge of B=%d rows runs in chunks, because max_tokens=%d; said once per merger"
-            log.warning(text, self.group.rank, tokens, self.shape.max_tokens)
-        result = out if out is not None else partials.new_empty((t, h, width))
-        result_lse = lse.new_empty((t, h), dtype=torch.float32) if want_lse else None
+            log.warning(text, self.group.rank, header.tokens, self.shape.max_tokens)
+        h = self.shape.result_rows(header.tokens, self.group.size)[1]
+        if out is None:
+            out = torch.empty((t, h, header.width), dtype=self.shape.dtype, device=self.device)
+        lse = torch.empty((t, h), dtype=torch.float32, device=self.device) if want_lse else None
         for chunk, start in enumerate(range(0, t, self._chunk)):
-            part = slice(start, start + self._chunk)
-            header = Header(ordinal, tag, tokens, chunk, width)
-            merged, merged_lse = stream.merge(partials[:, part], lse[:, part], header, want_lse)
-            result[part].copy_(merged)
-            if result_lse is not None and merged_lse is not None:
-                result_lse[part].copy_(merged_lse)
-        return result, result_lse
+            part = slice(start, min(t, start + self._chunk))
+            one = header._replace(chunk=chunk)
+            _, merged_lse = stream.merge(partials, start, part.stop - start, one, out[part], want_lse)
+            if lse is not None and merged_lse is not None:
+                lse[part].copy_(merged_lse)
+        return out, lse
 
     def gather_w_uv(self, w_uv_local: torch.Tensor) -> GatheredWUV:
         """Make one layer's W_UV ready for `merge_and_project`. Collective over the group; once per layer.

@@ -4,32 +4,52 @@ begin.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from dcpcomm.errors import ShapeError
 
-__all__ = ["empty_rows"]
+__all__ = ["RowCounts", "row_counts"]
 
 _COUNT_DTYPES = (torch.int32, torch.int64)
 
 
-def empty_rows(
+class RowCounts(NamedTuple):
+    """How many KV entries each row saw on this rank, in one of two forms.
+
+    Attributes:
+        valid_counts: `[B]`, or None.
+        seq_lens, query_start_loc: `[S]` and `[S+1]`, or None. Rows at or past the last start are padding, and empty.
+    """
+
+    valid_counts: torch.Tensor | None
+    seq_lens: torch.Tensor | None
+    query_start_loc: torch.Tensor | None
+
+    def empty(self, tokens: int) -> torch.Tensor:
+        """`[B]` bool: the rows that saw no entry, whose partial is therefore garbage."""
+        if self.valid_counts is not None:
+            return self.valid_counts <= 0
+        seq_lens, starts = self.seq_lens, self.query_start_loc
+        assert seq_lens is not None
+        assert starts is not None
+        if seq_lens.numel() == 0:
+            return torch.ones(tokens, dtype=torch.bool, device=seq_lens.device)
+        rows = torch.arange(tokens, device=starts.device, dtype=starts.dtype)
+        request = torch.searchsorted(starts.contiguous(), rows, right=True) - 1
+        outside = (request < 0) | (request >= seq_lens.numel())
+        return outside | (seq_lens[request.clamp(0, seq_lens.numel() - 1)] <= 0)
+
+
+def row_counts(
     tokens: int,
     device: torch.device,
     valid_counts: torch.Tensor | None,
     seq_lens: torch.Tensor | None,
     query_start_loc: torch.Tensor | None,
-) -> torch.Tensor | None:
-    """The rows that saw no KV entry on this rank, whose partial is therefore garbage.
-
-    Args:
-        tokens: B.
-        valid_counts: `[B]` int32 or int64.
-        seq_lens: `[S]`, lengths of this rank's shard of each sequence.
-        query_start_loc: `[S+1]`; rows at or past its last value are padding, and empty.
-
-    Returns:
-        `[B]` bool, or None where nothing was given: then every row counts.
+) -> RowCounts | None:
+    """What a merge of `tokens` rows was told of its rows, checked; None where nothing was given: every row counts.
 
     Raises:
         ShapeError: both forms at once, half of a pair, or a wrong shape, dtype or device.
@@ -44,7 +64,7 @@ def empty_rows(
         _check("valid_counts", valid_counts, device)
         if valid_counts.shape != (tokens,):
             raise ShapeError(f"valid_counts has shape {tuple(valid_counts.shape)}; expected [B] = [{tokens}]")
-        return valid_counts <= 0
+        return RowCounts(valid_counts, None, None)
     if seq_lens is None or query_start_loc is None:
         given, missing = ("seq_lens", "query_start_loc") if query_start_loc is None else ("query_start_loc", "seq_lens")
         raise ShapeError(f"{given} was given without {missing}; expected both, or valid_counts")
@@ -55,12 +75,7 @@ def empty_rows(
             f"seq_lens has shape {tuple(seq_lens.shape)} and query_start_loc {tuple(query_start_loc.shape)}; expected "
             "[S] and [S+1]"
         )
-    if seq_lens.numel() == 0:
-        return torch.ones(tokens, dtype=torch.bool, device=device)
-    rows = torch.arange(tokens, device=device, dtype=query_start_loc.dtype)
-    request = torch.searchsorted(query_start_loc.contiguous(), rows, right=True) - 1
-    outside = (request < 0) | (request >= seq_lens.numel())
-    return outside | (seq_lens[request.clamp(0, seq_lens.numel() - 1)] <= 0)
+    return RowCounts(None, seq_lens, query_start_loc)
 
 
 def _check(name: str, value: torch.Tensor, device: torch.device) -> None:

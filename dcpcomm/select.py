@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 import torch
 
 import dcpcomm
-from dcpcomm.combine.cpu import engine
+from dcpcomm.combine.engine import cpu_engine_in_words
 from dcpcomm.combine.wire import row_bytes
 from dcpcomm.config import MergeConfig, config_fingerprint, options_for
 from dcpcomm.control import Outcome, first_failure, left
@@ -176,7 +176,7 @@ def _settings(shape: MergeShape, config: MergeConfig, facts: Facts) -> dict[str,
         "dcpcomm version": dcpcomm.__version__,
         "torch version": torch.__version__,
         "device": facts.device,
-        "combine engine": engine() if facts.device == "cpu" else "",
+        "combine engine": cpu_engine_in_words() if facts.device == "cpu" else "",
         **{f"shape.{key}": str(value) for key, value in asdict(shape).items()},
         **{f"config.{key}": value for key, value in config_fingerprint(config).items()},
         **{f"environment {key}": os.environ.get(key, "") for key in _ENVIRONMENT_THAT_MATTERS},

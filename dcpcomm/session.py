@@ -9,11 +9,14 @@ from typing import Any
 import torch
 
 from dcpcomm.channel import Channel
+from dcpcomm.combine.engine import Partials, engine_for
+from dcpcomm.combine.torch_engine import clean_lse
 from dcpcomm.config import MergeConfig, load_config, options_for
 from dcpcomm.decision import Fallen
 from dcpcomm.errors import DCPCommError, ShapeError, TransportUnavailable
 from dcpcomm.group import Group
 from dcpcomm.log import log
+from dcpcomm.rows import RowCounts
 from dcpcomm.select import establish, select
 from dcpcomm.transport import MergeShape
 from dcpcomm.watchdog import Watchdog
@@ -53,10 +56,17 @@ class Session:
         if not any(type(one).needs_workspace() for one in self.transports.values()):
             self._workspace.release()
         self._watchdog = Watchdog(self.group.control, shape.channels, watchdog.timeout_s, watchdog.action, self)
+        self.engine = engine_for(shape, self.group.rank, self.group.size, self.device)
         self.channels = self._make_channels()
         self.closed = False
         used = ", ".join(self.decision.transports) or "none"
         log.info("rank %d of %d: merger made, transport %s", self.group.rank, self.group.size, used)
+
+    def partials(self, out: torch.Tensor, lse: torch.Tensor, counts: RowCounts | None) -> Partials:
+        """A call's inputs as the engine takes them."""
+        if counts is not None and not self.engine.reads_counts:
+            lse, counts = clean_lse(lse, counts.empty(len(out))), None
+        return Partials(out, lse, counts)
 
     @property
     def workspace(self) -> torch.Tensor | None:
@@ -145,6 +155,8 @@ class Session:
                 self.decision,
                 self.transports,
                 self._watchdog,
+                self.engine,
+                self.device,
                 regions.get(f"send[{index}]"),
                 regions.get(f"recv[{index}]"),
             )

@@ -217,7 +217,8 @@ class MergeTransport(ABC):
 
         Layout "packed": `send` is uint8 `[N, 1 + R, W]`, block i for rank i, block `rank` for itself; `recv` has that
         shape, its blocks at any stride. Fill `recv` so that block i is what rank i sent here, and return it, or return
-        a tensor of the transport's own of that shape, valid until the next call on this channel.
+        a tensor of the transport's own of that shape, valid until the next call on this channel. What lies in block
+        `rank` isn't looked at: a rank's own rows are read where they are.
 
         Layout "view": `send` is `(out [B, N, H/N, D], lse [B, N, H/N])`, views; return tensors of these shapes in
         which the N axis is the source rank, valid until the next call on this channel.

@@ -189,7 +189,7 @@ def _round_of_blocks(
     arrived = transport.exchange(send, channel, recv=recv)
     if tuple(arrived.shape) != tuple(send.shape):
         raise _Wrong(f"exchange returned shape {tuple(arrived.shape)}; expected {tuple(send.shape)}")
-    for source in range(n):
+    for source in group.peers:
         _compare(arrived[source].reshape(-1), source, group, number, send.shape[2])
 
 

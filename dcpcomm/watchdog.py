@@ -12,7 +12,6 @@ import json
 import threading
 import time
 import weakref
-from dataclasses import asdict
 from typing import Any
 
 from dcpcomm.combine.wire import Header
@@ -34,7 +33,11 @@ class _Progress:
         now = time.monotonic()
         return json.dumps(
             [
-                {"inside": inside, "call": asdict(call) if call is not None else None, "seconds": round(now - since, 1)}
+                {
+                    "inside": inside,
+                    "call": call._asdict() if call is not None else None,
+                    "seconds": round(now - since, 1),
+                }
                 for inside, call, since in self.calls
             ]
         )

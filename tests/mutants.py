@@ -19,8 +19,7 @@ import torch.distributed as dist
 
 from dcpcomm.backends.gloo_a2a import GlooA2A
 from dcpcomm.backends.loopback import Loopback
-from dcpcomm.combine.cpu import combine
-from dcpcomm.combine.torch_engine import by_destination
+from dcpcomm.combine.engine import by_destination, engine_for
 from dcpcomm.transport import Capabilities
 
 INF = math.inf
@@ -202,6 +201,11 @@ class GroupOrderIgnored(GlooA2A):
         group.rank = dist.get_rank()
         super().__init__(group, shape, options)
 
+    def exchange(self, send: torch.Tensor, channel: int, recv: Any = None) -> torch.Tensor:
+        super().exchange(send, channel, recv)
+        recv[self.group.rank].copy_(send[self.group.rank])
+        return recv
+
 
 class HeaderForged(Altered):
     """Writes its own header over those that came, so that nobody finds out with whom it merged."""
@@ -263,9 +267,10 @@ class Pull(Loopback):
         for source in self._peers:
             lent[source] = self._take(source, channel, started)
         rank, n, scatter = self.group.rank, self.group.size, self.shape.scatter
-        rows = [by_destination(theirs, scatter, n)[rank] for theirs, _ in lent]
-        lses = [by_destination(theirs, scatter, n)[rank] for _, theirs in lent]
-        merged, merged_lse = combine(rows, lses, self.shape.lse_base, self.shape.dtype, True)
+        rows = torch.stack([by_destination(theirs, scatter, n)[rank] for theirs, _ in lent])
+        lses = torch.stack([by_destination(theirs, scatter, n)[rank] for _, theirs in lent])
+        merged, merged_lse = torch.empty_like(rows[0]), torch.empty_like(lses[0])
+        engine_for(self.shape, rank, n, out.device).combine(rows, lses, merged, merged_lse)
         return self.result(merged), merged_lse
 
     def lend(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -10,6 +10,7 @@ import torch
 
 import dcpcomm
 from dcpcomm.combine import native, torch_engine
+from dcpcomm.combine.engine import Engine, Layout, Partials
 from dcpcomm.combine.wire import Header, row_bytes, wire_views
 from dcpcomm.testing import LoopbackWorld
 from tests.oracle import judge, make_case, same_bits, ulp
@@ -18,9 +19,21 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 compiled = pytest.mark.skipif(native.library is None, reason="native.c was not compiled: no C compiler at installation")
 
 ENGINES = [
-    pytest.param(native.combine, id="native", marks=compiled),
-    pytest.param(torch_engine.combine, id="torch"),
+    pytest.param(native.NativeEngine, id="native", marks=compiled),
+    pytest.param(torch_engine.TorchEngine, id="torch"),
 ]
+
+
+def combined(
+    engine: type[Engine], outs: torch.Tensor, lses: torch.Tensor, base: Any, want_lse: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`outs [N, t, h, D]` and `lses [N, t, h]` merged by `engine` into poisoned memory."""
+    n, t, h, d = outs.shape
+    shape = dcpcomm.MergeShape(max_tokens=t, num_heads=h, head_dim=d, dtype=outs.dtype, lse_base=base, scatter="none")
+    out = torch.full((t, h, d), torch.nan, dtype=outs.dtype)
+    out_lse = torch.full((t, h), torch.nan)
+    engine(shape, 0, n).combine(outs, lses, out, out_lse if want_lse else None)
+    return out, out_lse
 
 
 def odd_lses(n: int, t: int, h: int, dtype: torch.dtype, rng: torch.Generator) -> torch.Tensor:
@@ -33,18 +46,16 @@ def odd_lses(n: int, t: int, h: int, dtype: torch.dtype, rng: torch.Generator) -
     return lses.to(dtype)
 
 
-@pytest.mark.parametrize("combine", ENGINES)
+@pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("base", ["e", "2"])
-def test_each_engine_is_the_oracle(combine: Any, dtype: torch.dtype, base: str, rng: torch.Generator) -> None:
+def test_each_engine_is_the_oracle(engine: type[Engine], dtype: torch.dtype, base: str, rng: torch.Generator) -> None:
     for n, (t, h, d), lse_dtype in itertools.product((1, 2, 3, 8), ((1, 1, 1), (5, 3, 80), (2, 4, 576)), DTYPES):
         outs = torch.randn(n, t, h, d, generator=rng).to(dtype)
         lses = odd_lses(n, t, h, lse_dtype, rng)
         outs[~(lses.float() < torch.inf) | (lses == -torch.inf)] = torch.nan  # what an empty row holds isn't looked at
-        got, got_lse = combine(list(outs), list(lses), base, dtype, True)
+        got, got_lse = combined(engine, outs, lses, base, want_lse=True)
         want, want_lse = dcpcomm.reference.merge_partials(outs, lses.float(), lse_base=base, scatter="none")
-        assert got.dtype == dtype
-        assert got.is_contiguous()
         weight = outs.double().nan_to_num().abs().amax(0)
         bound = 1e-6 * weight + (0 if dtype == torch.float32 else ulp(want[0], dtype))
         assert bool(((got.double() - want[0]).abs() <= bound + 1e-30).all())
@@ -57,8 +68,8 @@ def test_each_engine_is_the_oracle(combine: Any, dtype: torch.dtype, base: str, 
 def test_the_engines_agree_to_an_ulp(dtype: torch.dtype, rng: torch.Generator) -> None:
     for n in (1, 2, 5):
         outs, lses = torch.randn(n, 7, 4, 64, generator=rng).to(dtype), torch.randn(n, 7, 4, generator=rng)
-        one, _ = native.combine(list(outs), list(lses), "e", dtype, False)
-        other, _ = torch_engine.combine(list(outs), list(lses), "e", dtype, False)
+        one, _ = combined(native.NativeEngine, outs, lses, "e")
+        other, _ = combined(torch_engine.TorchEngine, outs, lses, "e")
         bound = 2e-7 * outs.double().abs().amax(0) + (0 if dtype == torch.float32 else ulp(other.double(), dtype))
         assert bool(((one.double() - other.double()).abs() <= bound).all())
 
@@ -68,7 +79,7 @@ def test_the_engines_agree_to_an_ulp(dtype: torch.dtype, rng: torch.Generator) -
 def test_every_half_survives_both_conversions(dtype: torch.dtype) -> None:
     """All 65,536 of them, through a merge of one source: load, times one, store."""
     every = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype).view(1, 64, 1024)
-    got, _ = native.combine([every], [torch.zeros(1, 64)], "e", dtype, False)
+    got, _ = combined(native.NativeEngine, every.unsqueeze(0), torch.zeros(1, 1, 64), "e")
     finite = every == every
     # From +0, by a fused multiply-add: the sign of a zero is lost, as the canonical arithmetic loses it.
     assert same_bits(torch.where(every == 0, every.abs(), every)[finite], got[finite])
@@ -85,68 +96,84 @@ def test_rounding_to_half_is_to_the_nearest_even(rng: torch.Generator) -> None:
     for dtype in (torch.float16, torch.bfloat16):
         narrow = wide.to(dtype)
         rows = torch.stack([narrow, narrow.roll(1)]).view(2, 1, 1, -1)
-        got, _ = native.combine(list(rows), list(torch.zeros(2, 1, 1)), "e", dtype, False)
+        got, _ = combined(native.NativeEngine, rows, torch.zeros(2, 1, 1), "e")
         want = (rows[0].float() * 0.5 + rows[1].float() * 0.5).to(dtype)
         same = (got == want) | (got.isnan() & want.isnan())
         assert bool(same.all()), (got[~same][:5], want[~same][:5])
 
 
-def layouts(rng: torch.Generator, n: int, t: int, h: int, d: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    whole = torch.randn(n, t, h, d, generator=rng).to(dtype)
-    padded = torch.randn(n, t, h + 3, d, generator=rng).to(dtype)
-    padded[:, :, :h] = whole
-    wide = torch.randn(n, t, h, 2 * d, generator=rng).to(dtype)
+def layouts(rng: torch.Generator, b: int, heads: int, d: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """The same `[B, H, D]`, laid out in several ways."""
+    whole = torch.randn(b, heads, d, generator=rng).to(dtype)
+    padded = torch.randn(b, heads + 3, d, generator=rng).to(dtype)
+    padded[:, :heads] = whole
+    wide = torch.randn(b, heads, 2 * d, generator=rng).to(dtype)
     wide[..., ::2] = whole
+    odd = torch.randn(b * heads * d + 1, generator=rng).to(dtype)
+    odd[1:] = whole.flatten()
     return {
         "contiguous": whole,
-        "padded heads": padded[:, :, :h],
-        "head-major": whole.permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3),
-        "destination inside": whole.permute(1, 0, 2, 3).contiguous().permute(1, 0, 2, 3),
+        "padded heads": padded[:, :heads],
+        "head-major": whole.transpose(0, 1).contiguous().transpose(0, 1),
+        "columns outside": whole.permute(2, 0, 1).contiguous().permute(1, 2, 0),
         "last stride 2": wide[..., ::2],
-        "one row for all": whole[:, :1].expand(n, t, h, d),
+        "odd offset": odd[1:].view(b, heads, d),
     }
 
 
-@compiled
+@pytest.mark.parametrize("scatter", ["heads", "tokens", "none"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_both_pack_the_same_bytes_whatever_the_strides(dtype: torch.dtype, rng: torch.Generator) -> None:
-    n, t, h, d, rank = 3, 4, 2, 24, 1
-    lse = torch.randn(n, t, h + 1, generator=rng).to(torch.bfloat16)[:, :, :h]
-    header = Header(ordinal=3, tag=-5, tokens=4, chunk=0, width=d)
-    for name, partial in layouts(rng, n, t, h, d, dtype).items():
-        images = []
-        for engine in (native, torch_engine):
-            if engine is native and not native.can_pack(partial, lse):
-                assert name == "last stride 2"
+def test_both_pack_the_same_bytes_whatever_the_strides(scatter: Any, dtype: torch.dtype, rng: torch.Generator) -> None:
+    n, b, heads, d, rank = 3, 6, 6, 24, 1
+    shape = dcpcomm.MergeShape(max_tokens=b, num_heads=heads, head_dim=d, dtype=dtype, lse_base="e", scatter=scatter)
+    t, h = shape.result_rows(b, n)
+    lse = torch.randn(b, heads + 1, generator=rng).to(torch.bfloat16)[:, :heads]
+    start, part = 1, t - 1  # a chunk
+    header = Header(ordinal=3, tag=-5, tokens=b, chunk=0, width=d)
+    images = []
+    for name, partial in layouts(rng, b, heads, d, dtype).items():
+        partials = Partials(partial, lse, None)
+        want, want_lse = partials.part(scatter, n, start, part)
+        for engine in (native.NativeEngine, torch_engine.TorchEngine):
+            if engine is native.NativeEngine and native.library is None:
                 continue
-            region = torch.zeros(n * (1 + t * h) * row_bytes(d, dtype.itemsize), dtype=torch.uint8)
-            send, _ = wire_views(region, region, n, t, h, d, dtype, False)
-            engine.pack(send, partial, lse, rank, header)
-            assert tuple(send.words[0]) == tuple(send.words[2]) == header.words()
-            assert same_bits(send.payload[0].contiguous(), partial[0].contiguous())
-            others = torch.cat([send.blocks[0].flatten(), send.blocks[2].flatten()])
-            images.append(others)
-        assert all(torch.equal(image, images[0]) for image in images), name
+            region = torch.zeros(n * (1 + part * h) * row_bytes(d, dtype.itemsize), dtype=torch.uint8)
+            send, _ = wire_views(region, region, n, part, h, d, dtype, False)
+            layout = Layout(b, part, d, partial.stride(), lse.stride(), lse.dtype)
+            engine(shape, rank, n).packed_call(layout, send, send).pack(partials, start, header)
+            for other in (0, 2):
+                assert tuple(send.words[other]) == header.words()
+                assert same_bits(send.payload[other].contiguous(), want[other].contiguous()), name
+                assert torch.equal(send.lse[other], want_lse[other].float()), name
+        images.append(torch.cat([send.blocks[0].flatten(), send.blocks[2].flatten()]))
+    assert len(images) == 6
+    assert all(same_bits(image, images[0]) for image in images)
 
 
-@pytest.mark.parametrize("combine", ENGINES)
-def test_combine_takes_any_strides(combine: Any, rng: torch.Generator) -> None:
-    by_name = layouts(rng, 2, 4, 2, 24, torch.bfloat16)
-    lses = torch.randn(2, 4, 2, generator=rng)
-    want, _ = combine(list(by_name["contiguous"]), list(lses), "2", torch.bfloat16, False)
+@pytest.mark.parametrize("engine", ENGINES)
+def test_combine_takes_and_fills_any_strides(engine: type[Engine], rng: torch.Generator) -> None:
+    n, t, h, d = 2, 4, 3, 24
+    lses = torch.randn(n, t, h, generator=rng)
+    shape = dcpcomm.MergeShape(
+        max_tokens=t, num_heads=h, head_dim=d, dtype=torch.bfloat16, lse_base="2", scatter="none"
+    )
+    by_name = layouts(rng, n * t, h, d, torch.bfloat16)
+    want, _ = combined(engine, by_name["contiguous"].view(n, t, h, d), lses, "2")
     for name, outs in by_name.items():
-        if name != "one row for all":
-            got, _ = combine(list(outs), list(lses), "2", torch.bfloat16, False)
-            assert same_bits(got, want), name
+        got, _ = combined(engine, outs.unflatten(0, (n, t)), lses, "2")
+        assert same_bits(got, want), name
+    for name, into in layouts(rng, t, h, d, torch.bfloat16).items():
+        engine(shape, 0, n).combine(by_name["contiguous"].view(n, t, h, d), lses, into, None)
+        assert same_bits(into.contiguous(), want), name
 
 
-@pytest.mark.parametrize("combine", ENGINES)
-def test_a_row_depends_on_nothing_but_itself(combine: Any, rng: torch.Generator) -> None:
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_row_depends_on_nothing_but_itself(engine: type[Engine], rng: torch.Generator) -> None:
     """Batch invariance: what other rows hold, empty ones included, changes no bit of this one."""
     outs, lses = torch.randn(3, 6, 2, 64, generator=rng), torch.randn(3, 6, 2, generator=rng)
-    alone, _ = combine([one[:1] for one in outs], [one[:1] for one in lses], "e", torch.float32, False)
+    alone, _ = combined(engine, outs[:, :1], lses[:, :1], "e")
     lses[1, 3:], outs[1, 3:] = -torch.inf, torch.nan
-    together, _ = combine(list(outs), list(lses), "e", torch.float32, False)
+    together, _ = combined(engine, outs, lses, "e")
     assert same_bits(alone[0], together[0])
 
 

@@ -22,6 +22,12 @@
 #define CLONES
 #endif
 
+#if defined(__GNUC__)
+#define INLINE static inline __attribute__((always_inline))
+#else
+#define INLINE static inline
+#endif
+
 enum { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2 };
 
 static inline float from_bits(uint32_t bits) {
@@ -63,6 +69,47 @@ static inline uint16_t to_float16(float value) {
     return (uint16_t)(sign | ((size + 0xc8000fffu + ((size >> 13) & 1u)) >> 13));
 }
 
+/* sum += weight * a row of halves, and a sum as a row of halves. Compilers find no cheap conversion by themselves;
+   processors that have one are asked for it when the library is loaded. */
+CLONES static void add_portable(const uint16_t *row, float weight, float *restrict sum, int64_t d) {
+    for (int64_t k = 0; k < d; k++) sum[k] = fmaf(weight, from_float16(row[k]), sum[k]);
+}
+
+CLONES static void narrow_portable(const float *restrict sum, uint16_t *restrict row, int64_t d) {
+    for (int64_t k = 0; k < d; k++) row[k] = to_float16(sum[k]);
+}
+
+static void (*add_halves)(const uint16_t *, float, float *, int64_t) = add_portable;
+static void (*narrow)(const float *, uint16_t *, int64_t) = narrow_portable;
+
+#if defined(__x86_64__) && defined(__GNUC__)
+#include <immintrin.h>
+
+__attribute__((target("avx,fma,f16c"))) static void add_f16c(const uint16_t *row, float weight, float *sum, int64_t d) {
+    int64_t k = 0;
+    for (; k + 8 <= d; k += 8) {
+        __m256 wide = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(row + k)));
+        _mm256_storeu_ps(sum + k, _mm256_fmadd_ps(_mm256_set1_ps(weight), wide, _mm256_loadu_ps(sum + k)));
+    }
+    add_portable(row + k, weight, sum + k, d - k);
+}
+
+__attribute__((target("avx,fma,f16c"))) static void narrow_f16c(const float *sum, uint16_t *row, int64_t d) {
+    int64_t k = 0;
+    for (; k + 8 <= d; k += 8)
+        _mm_storeu_si128((__m128i *)(row + k), _mm256_cvtps_ph(_mm256_loadu_ps(sum + k), _MM_FROUND_TO_NEAREST_INT));
+    narrow_portable(sum + k, row + k, d - k);
+}
+
+__attribute__((constructor)) static void choose_conversions(void) {
+    __builtin_cpu_init();
+    if (__builtin_cpu_supports("avx") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c")) {
+        add_halves = add_f16c;
+        narrow = narrow_f16c;
+    }
+}
+#endif
+
 static inline float load_lse(const char *at, int32_t dtype) {
     uint16_t half;
     float value;
@@ -83,21 +130,41 @@ typedef struct {
     int32_t lse_dtype;
 } Source;
 
-/* Write header, rows and LSEs of one destination: `block` has 1 + t * h rows of `pitch` bytes, each LSE at `lse_at`. */
-EXPORT void dcpcomm_pack(char *block, const Source *from, int64_t t, int64_t h, int64_t row_bytes, int64_t pitch,
-                         int64_t lse_at, const int64_t *header) {
-    memcpy(block, header, 32);
-    for (int64_t i = 0; i < t; i++)
-        for (int64_t j = 0; j < h; j++) {
-            float lse = load_lse(from->lse + i * from->lse_t + j * from->lse_h, from->lse_dtype);
-            block += pitch;
-            memcpy(block, from->rows + i * from->rows_t + j * from->rows_h, (size_t)row_bytes);
-            memcpy(block + lse_at, &lse, 4);
+/* What calls with the same layouts have in common. `rows [n, t, h, d]` and `lse [n, t, h]`, destination first, are this
+   rank's partials, of which only the addresses change; strides are in bytes. A block of a wire buffer has 1 + t * h rows
+   of `pitch` bytes, each LSE at `lse_at`. */
+typedef struct {
+    int64_t n, rank, t, h, d;
+    int64_t rows_n, rows_t, rows_h, lse_n, lse_t, lse_h;
+    char *send, *recv;
+    int64_t send_block, recv_block, pitch, lse_at;
+    int32_t dtype, lse_dtype, base_two;
+} Call;
+
+static inline int64_t item_bytes(int32_t dtype) { return dtype == FLOAT32 ? 4 : 2; }
+
+/* Write header, rows and LSEs of every destination; of this rank's own block, which doesn't travel, the header alone. */
+EXPORT void dcpcomm_pack(const Call *call, const char *rows, const char *lse, const int64_t *header) {
+    size_t row_bytes = (size_t)(call->d * item_bytes(call->dtype));
+    for (int64_t to = 0; to < call->n; to++) {
+        char *at = call->send + to * call->send_block;
+        memcpy(at, header, 32);
+        if (to == call->rank) continue;
+        for (int64_t i = 0; i < call->t; i++) {
+            const char *row = rows + to * call->rows_n + i * call->rows_t;
+            const char *weight = lse + to * call->lse_n + i * call->lse_t;
+            for (int64_t j = 0; j < call->h; j++, row += call->rows_h, weight += call->lse_h) {
+                float one = load_lse(weight, call->lse_dtype);
+                at += call->pitch;
+                memcpy(at, row, row_bytes);
+                memcpy(at + call->lse_at, &one, 4);
+            }
         }
+    }
 }
 
 /* The shares of one row's sources, and its merged LSE if it is wanted. All LSEs are known before the first is weighed. */
-static inline float shares_of(const Source *sources, int32_t n, int64_t i, int64_t j, int32_t base_two, int want_lse,
+INLINE float shares_of(const Source *sources, int32_t n, int64_t i, int64_t j, int32_t base_two, int want_lse,
                               float *share) {
     float top = -INFINITY, total = 0.0f;
     for (int32_t s = 0; s < n; s++) {
@@ -111,7 +178,7 @@ static inline float shares_of(const Source *sources, int32_t n, int64_t i, int64
     }
     for (int32_t s = 0; s < n; s++) {
         float below = share[s] - top;
-        share[s] = exp2f(base_two ? below : below * 1.44269504088896340736f);
+        share[s] = below == 0.0f ? 1.0f : exp2f(base_two ? below : below * 1.44269504088896340736f);
         total += share[s];
     }
     float whole = 1.0f / total;
@@ -120,39 +187,81 @@ static inline float shares_of(const Source *sources, int32_t n, int64_t i, int64
     return top + (base_two ? log2f(total) : logf(total));
 }
 
+/* Two sources that both count, the most frequent case, are summed in registers; others source by source in `sum`. */
 #define COMBINE(NAME, TYPE, LOAD, STORE)                                                                              \
     CLONES static void NAME(const Source *sources, int32_t n, int64_t t, int64_t h, int64_t d, int32_t base_two,      \
-                            TYPE *restrict out, float *out_lse, float *share, float *restrict merged) {               \
+                            char *to, int64_t to_t, int64_t to_h, float *out_lse, float *share, float *restrict sum) {\
         for (int64_t i = 0; i < t; i++)                                                                               \
             for (int64_t j = 0; j < h; j++) {                                                                         \
+                TYPE *restrict out = (TYPE *)(to + i * to_t + j * to_h);                                              \
                 float lse = shares_of(sources, n, i, j, base_two, out_lse != NULL, share);                            \
-                memset(merged, 0, (size_t)d * sizeof(float));                                                         \
+                if (out_lse) *out_lse++ = lse;                                                                        \
+                if (n == 2 && share[0] > 0.0f && share[1] > 0.0f) {                                                   \
+                    const TYPE *a = (const TYPE *)(sources[0].rows + i * sources[0].rows_t + j * sources[0].rows_h);  \
+                    const TYPE *b = (const TYPE *)(sources[1].rows + i * sources[1].rows_t + j * sources[1].rows_h);  \
+                    float of_a = share[0], of_b = share[1];                                                           \
+                    for (int64_t k = 0; k < d; k++)                                                                   \
+                        out[k] = STORE(fmaf(of_b, LOAD(b[k]), fmaf(of_a, LOAD(a[k]), 0.0f)));                         \
+                    continue;                                                                                         \
+                }                                                                                                     \
+                memset(sum, 0, (size_t)d * sizeof(float));                                                            \
                 for (int32_t s = 0; s < n; s++) {                                                                     \
-                    const TYPE *row = (const TYPE *)(sources[s].rows + i * sources[s].rows_t + j * sources[s].rows_h); \
+                    const TYPE *row = (const TYPE *)(sources[s].rows + i * sources[s].rows_t + j * sources[s].rows_h);\
                     float weight = share[s];                                                                          \
                     if (weight > 0.0f) /* what an empty row holds isn't looked at */                                  \
-                        for (int64_t k = 0; k < d; k++) merged[k] = fmaf(weight, LOAD(row[k]), merged[k]);             \
+                        for (int64_t k = 0; k < d; k++) sum[k] = fmaf(weight, LOAD(row[k]), sum[k]);                  \
                 }                                                                                                     \
-                for (int64_t k = 0; k < d; k++) out[k] = STORE(merged[k]);                                            \
-                out += d;                                                                                             \
-                if (out_lse) *out_lse++ = lse;                                                                        \
+                for (int64_t k = 0; k < d; k++) out[k] = STORE(sum[k]);                                               \
             }                                                                                                         \
     }
 
 #define SAME(value) (value)
 COMBINE(combine_float32, float, SAME, SAME)
 COMBINE(combine_bfloat16, uint16_t, from_bfloat16, to_bfloat16)
-COMBINE(combine_float16, uint16_t, from_float16, to_float16)
 
-/* `out [t, h, d]` and, unless null, `out_lse [t, h]`; `scratch` has room for n + d floats. */
+static void combine_float16(const Source *sources, int32_t n, int64_t t, int64_t h, int64_t d, int32_t base_two, char *to,
+                            int64_t to_t, int64_t to_h, float *out_lse, float *share, float *sum) {
+    for (int64_t i = 0; i < t; i++)
+        for (int64_t j = 0; j < h; j++) {
+            float lse = shares_of(sources, n, i, j, base_two, out_lse != NULL, share);
+            if (out_lse) *out_lse++ = lse;
+            memset(sum, 0, (size_t)d * sizeof(float));
+            for (int32_t s = 0; s < n; s++)
+                if (share[s] > 0.0f)
+                    add_halves((const uint16_t *)(sources[s].rows + i * sources[s].rows_t + j * sources[s].rows_h),
+                               share[s], sum, d);
+            narrow(sum, (uint16_t *)(to + i * to_t + j * to_h), d);
+        }
+}
+
+/* `out [t, h, d]`, with the columns of a row side by side, and, unless null, `out_lse [t, h]`; `share` has room for
+   n + d floats. */
 EXPORT void dcpcomm_combine(const Source *sources, int32_t n, int64_t t, int64_t h, int64_t d, int32_t dtype,
-                            int32_t base_two, void *out, float *out_lse, float *scratch) {
+                            int32_t base_two, char *out, int64_t out_t, int64_t out_h, float *out_lse, float *share) {
     if (dtype == FLOAT32)
-        combine_float32(sources, n, t, h, d, base_two, out, out_lse, scratch, scratch + n);
+        combine_float32(sources, n, t, h, d, base_two, out, out_t, out_h, out_lse, share, share + n);
     else if (dtype == BFLOAT16)
-        combine_bfloat16(sources, n, t, h, d, base_two, out, out_lse, scratch, scratch + n);
+        combine_bfloat16(sources, n, t, h, d, base_two, out, out_t, out_h, out_lse, share, share + n);
     else
-        combine_float16(sources, n, t, h, d, base_two, out, out_lse, scratch, scratch + n);
+        combine_float16(sources, n, t, h, d, base_two, out, out_t, out_h, out_lse, share, share + n);
+}
+
+/* What arrived and this rank's own rows, these from where they are. 0, and nothing is written, where a peer's header
+   isn't `header`. `sources` has room for n, `share` for n + d. */
+EXPORT int dcpcomm_combine_packed(const Call *call, const char *rows, const char *lse, const int64_t *header, char *out,
+                                  int64_t out_t, int64_t out_h, float *out_lse, Source *sources, float *share) {
+    for (int64_t s = 0; s < call->n; s++) {
+        char *block = call->recv + s * call->recv_block;
+        Source came = {block + call->pitch, call->h * call->pitch, call->pitch,
+                       block + call->pitch + call->lse_at, call->h * call->pitch, call->pitch, FLOAT32};
+        Source own = {rows + s * call->rows_n, call->rows_t, call->rows_h,
+                      lse + s * call->lse_n, call->lse_t, call->lse_h, call->lse_dtype};
+        if (s != call->rank && memcmp(block, header, 32) != 0) return 0;
+        sources[s] = s == call->rank ? own : came;
+    }
+    dcpcomm_combine(sources, (int32_t)call->n, call->t, call->h, call->d, call->dtype, call->base_two, out, out_t, out_h,
+                    out_lse, share);
+    return 1;
 }
 
 static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "_native", NULL, -1, NULL, NULL, NULL, NULL, NULL};

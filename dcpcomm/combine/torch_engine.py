@@ -12,25 +12,68 @@ from collections.abc import Sequence
 
 import torch
 
+from dcpcomm.combine.engine import Engine, Layout, PackedCall, Partials
 from dcpcomm.combine.wire import Header, WireViews
 
-__all__ = ["by_destination", "clean_lse", "combine", "pack"]
+__all__ = ["WORDS", "TorchCall", "TorchEngine", "clean_lse", "combine"]
+
+WORDS = "torch operations (native.c was not compiled)"
 
 _INF = math.inf
 _LOG2E = math.log2(math.e)
 _LOWEST = torch.finfo(torch.float32).min
 
 
-def by_destination(tensor: torch.Tensor, scatter: str, world_size: int) -> torch.Tensor:
-    """A view of `[B, H, ...]` with the destination rank first: `[N, t, h, ...]`, (t, h) being the result's rows. Any
-    strides.
-    """
-    b, h, *rest = tensor.shape
-    if scatter == "heads":
-        return tensor.view(b, world_size, h // world_size, *rest).transpose(0, 1)
-    if scatter == "tokens":
-        return tensor.view(world_size, b // world_size, h, *rest)
-    return tensor.expand(world_size, b, h, *rest)
+class TorchEngine(Engine):
+    """Any device that torch has, in its own operations."""
+
+    @property
+    def words(self) -> str:
+        return WORDS
+
+    def packed_call(self, layout: Layout, send: WireViews, recv: WireViews) -> PackedCall:
+        return TorchCall(self, send, recv)
+
+    def combine(self, rows: torch.Tensor, lses: torch.Tensor, out: torch.Tensor, out_lse: torch.Tensor | None) -> None:
+        _into(combine(list(rows), list(lses), self.shape.lse_base, out_lse is not None), out, out_lse)
+
+
+class TorchCall(PackedCall):
+    """Keeps nothing but the buffers: torch finds out the rest anew in every call."""
+
+    def __init__(self, engine: Engine, send: WireViews, recv: WireViews) -> None:
+        self._engine, self._send, self._recv = engine, send, recv
+
+    def pack(self, partials: Partials, start: int, header: Header) -> None:
+        out, lse = self._part(partials, start)
+        rank, send = self._engine.rank, self._send
+        send.words[:] = header.words()
+        for others in (slice(0, rank), slice(rank + 1, None)):
+            if len(out[others]):
+                send.payload[others].copy_(out[others])
+                send.lse[others].copy_(lse[others])
+
+    def combine(
+        self, partials: Partials, start: int, header: Header, out: torch.Tensor, out_lse: torch.Tensor | None
+    ) -> bool:
+        rank, recv, words = self._engine.rank, self._recv, header.words()
+        if any(tuple(theirs) != words for source, theirs in enumerate(recv.words.tolist()) if source != rank):
+            return False
+        own, own_lse = self._part(partials, start)
+        rows, lses = list(recv.payload), list(recv.lse)
+        rows[rank], lses[rank] = own[rank], own_lse[rank]
+        _into(combine(rows, lses, self._engine.shape.lse_base, out_lse is not None), out, out_lse)
+        return True
+
+    def _part(self, partials: Partials, start: int) -> tuple[torch.Tensor, torch.Tensor]:
+        t = self._send.payload.shape[1]
+        return partials.part(self._engine.shape.scatter, self._engine.world_size, start, t)
+
+
+def _into(merged: tuple[torch.Tensor, torch.Tensor | None], out: torch.Tensor, out_lse: torch.Tensor | None) -> None:
+    out.copy_(merged[0])
+    if out_lse is not None and merged[1] is not None:
+        out_lse.copy_(merged[1])
 
 
 def clean_lse(partial_lse: torch.Tensor, empty: torch.Tensor | None) -> torch.Tensor:
@@ -42,22 +85,8 @@ def clean_lse(partial_lse: torch.Tensor, empty: torch.Tensor | None) -> torch.Te
     return torch.where(keep, lse, -_INF)
 
 
-def pack(send: WireViews, partial_out: torch.Tensor, lse: torch.Tensor, rank: int, header: Header) -> None:
-    """Write header and rows of every destination but `rank` itself, whose rows don't travel.
-
-    Args:
-        partial_out: `[N, t, h, D]`, any strides.
-        lse: `[N, t, h]`, any strides and float dtype.
-    """
-    send.words[:] = header.words()
-    for others in (slice(0, rank), slice(rank + 1, None)):
-        if len(partial_out[others]):
-            send.payload[others].copy_(partial_out[others])
-            send.lse[others].copy_(lse[others])
-
-
 def combine(
-    rows: Sequence[torch.Tensor], lses: Sequence[torch.Tensor], lse_base: str, dtype: torch.dtype, want_lse: bool
+    rows: Sequence[torch.Tensor], lses: Sequence[torch.Tensor], lse_base: str, want_lse: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The LSE-weighted sum over sources.
 
@@ -69,7 +98,7 @@ def combine(
         lses: by source, `[t, h]`, any float dtype; -inf, NaN and +inf where the source's row is empty.
 
     Returns:
-        out `[t, h, D]` in `dtype`, freshly allocated, and the merged LSE `[t, h]` float32 in `lse_base`, or None.
+        out `[t, h, D]` in float32, freshly allocated, and the merged LSE `[t, h]` float32 in `lse_base`, or None.
     """
     lse = torch.stack([one.float() for one in lses])
     top, weight, total, share = _shares(lse, lse_base)
@@ -93,7 +122,7 @@ def combine(
     merged_lse = None
     if want_lse:
         merged_lse = top + (total.log() if lse_base == "e" else total.log2())
-    return merged.to(dtype), merged_lse
+    return merged, merged_lse
 
 
 def _shares(lse: torch.Tensor, lse_base: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:

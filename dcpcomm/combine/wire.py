@@ -9,7 +9,7 @@ The size of a block follows from (B, shape) alone, never from a rank's layout, L
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -47,8 +47,7 @@ def block_bytes(rows: int, width: int, itemsize: int) -> int:
     return (1 + rows) * row_bytes(width, itemsize)
 
 
-@dataclass(frozen=True)
-class Header:
+class Header(NamedTuple):
     """Which call a block belongs to. Two ranks may merge each other's rows only where their headers are equal."""
 
     ordinal: int
