@@ -4,13 +4,14 @@ begin.
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
 
 from dcpcomm.errors import ShapeError
 
-__all__ = ["RowCounts", "row_counts"]
+__all__ = ["RowCounts", "clean_lse", "row_counts"]
 
 _COUNT_DTYPES = (torch.int32, torch.int64)
 
@@ -23,9 +24,9 @@ class RowCounts(NamedTuple):
         seq_lens, query_start_loc: `[S]` and `[S+1]`, or None. Rows at or past the last start are padding, and empty.
     """
 
-    valid_counts: torch.Tensor | None
-    seq_lens: torch.Tensor | None
-    query_start_loc: torch.Tensor | None
+    valid_counts: torch.Tensor | None = None
+    seq_lens: torch.Tensor | None = None
+    query_start_loc: torch.Tensor | None = None
 
     def empty(self, tokens: int) -> torch.Tensor:
         """`[B]` bool: the rows that saw no entry, whose partial is therefore garbage."""
@@ -40,6 +41,15 @@ class RowCounts(NamedTuple):
         request = torch.searchsorted(starts.contiguous(), rows, right=True) - 1
         outside = (request < 0) | (request >= seq_lens.numel())
         return outside | (seq_lens[request.clamp(0, seq_lens.numel() - 1)] <= 0)
+
+
+def clean_lse(partial_lse: torch.Tensor, empty: torch.Tensor | None) -> torch.Tensor:
+    """The LSE as float32, -inf wherever the partial must not count: NaN, +inf, or `[B, H]` in an `empty` row, `[B]`."""
+    lse = partial_lse.float()
+    keep = lse < math.inf  # false for NaN too
+    if empty is not None:
+        keep &= ~empty.unsqueeze(-1)
+    return torch.where(keep, lse, -math.inf)
 
 
 def row_counts(

@@ -1,0 +1,166 @@
+// What the host hands to each kernel: one struct, by value. dcpcomm/combine/params.py mirrors every struct, field by field;
+// the host passes the size it counts with, so that a struct changed on one side only doesn't compile.
+//
+// Addresses are u64, strides and offsets are in bytes. No header of the CUDA toolkit is needed.
+
+#pragma once
+
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef int i32;
+typedef unsigned long long u64;
+typedef long long i64;
+
+// Quotients without a division: n / d == (n * magic) >> 32 >> shift for n < 2^31. magic 0 stands for d == 1.
+struct Divisor {
+    u32 magic;
+    u32 shift;
+};
+
+enum CountsMode { COUNTS_NONE = 0, COUNTS_PER_ROW = 1, COUNTS_PER_REQUEST = 2 };
+
+// Which rows are empty on this rank. Row (n, t) of the rows at hand is row token0 + n * token_n + t of the caller's B.
+struct Counts {
+    u64 counts;       // [B] valid counts, or [requests] sequence lengths
+    i64 counts_step;  // bytes from one to the next
+    u64 starts;       // [requests + 1], where each request's rows begin
+    i64 starts_step;
+    i64 token0;
+    i64 token_n;
+    u32 mode;         // CountsMode
+    u32 counts_wide;  // 1: int64, 0: int32
+    u32 starts_wide;
+    u32 requests;
+};
+
+// How an LSE is stored. FLOAT32_HALVES is a float32 that lies at an address which is only a multiple of 2.
+enum LseKind { LSE_FLOAT32 = 0, LSE_BFLOAT16 = 1, LSE_FLOAT16 = 2, LSE_FLOAT32_HALVES = 3 };
+
+struct PackParams {
+    u64 rows;  // [N, t, h, D]
+    i64 rows_n;
+    i64 rows_t;
+    i64 rows_h;
+    i64 rows_d;
+    u64 lse;  // [N, t, h]
+    i64 lse_n;
+    i64 lse_t;
+    i64 lse_h;
+    u64 send;  // block 0
+    i64 block_stride;
+    i64 pitch;     // from one row of the wire to the next
+    u64 ordinal;   // int64 in device memory, advanced by each launch
+    i64 word1;     // header: tag | B << 32
+    i64 word2;     // chunk | width << 32
+    i64 kind;
+    Counts counts;
+    u32 ranks;
+    u32 rank;
+    u32 heads;      // h
+    u32 row_bytes;  // D x itemsize
+    u32 vectors;    // 16-byte vectors of payload in a row of the wire
+    u32 row_count;  // N * t * h; 0: headers alone
+    u32 per_block;  // t * h
+    u32 lse_kind;   // LseKind
+    Divisor by_block;
+    Divisor by_heads;
+};
+
+struct CombineParams {
+    u64 rows;  // [N, t, h, D], the source rank first
+    i64 rows_n;
+    i64 rows_t;
+    i64 rows_h;
+    i64 rows_d;
+    u64 lse;  // [N, t, h]
+    i64 lse_n;
+    i64 lse_t;
+    i64 lse_h;
+    u64 own_rows;  // [t, h, D], in the place of source `own`
+    i64 own_t;
+    i64 own_h;
+    i64 own_d;
+    u64 own_lse;  // [t, h]
+    i64 own_lse_t;
+    i64 own_lse_h;
+    u64 out;  // [t, h, D]
+    i64 out_t;
+    i64 out_h;
+    i64 out_d;
+    u64 out_lse;  // [t, h] float32, contiguous; 0: not wanted
+    u64 headers;  // of source 0; 0: none are looked at
+    i64 header_stride;
+    u64 ordinal;  // as in PackParams, which has advanced it
+    i64 word1;
+    i64 word2;
+    i64 word3;
+    u64 record;  // pinned host memory, int64 [5 + 4 N]: state, the header expected, the headers that came; or 0
+    Counts counts;  // of source `own` alone
+    u32 ranks;
+    i32 own;  // -1: none
+    u32 heads;
+    u32 columns;    // per row, in vectors or elements, as the variant counts
+    u32 row_count;  // t * h
+    u32 lse_kind;
+    u32 own_lse_kind;
+    u32 base_two;
+    u32 rows_unit;  // bytes that can be loaded at once: 16, or fewer
+    u32 own_unit;
+    u32 out_unit;
+    u32 unused;
+    Divisor by_heads;
+};
+
+// Progress of one channel on one rank, in its own device memory, zeroed at first.
+struct ChannelState {
+    u64 epoch;          // of the last put
+    u32 put_finished;   // blocks of the put at work
+    u32 take_finished;  // blocks of the take at work
+    u32 take_failed;    // bits: 1 a peer is missing, 2 the channel was given up by a peer
+    u32 unused;
+};
+
+// A channel's shared memory on every rank, from peers[p]: slot 0 and 1 of N blocks of `block_capacity` each, `slot_stride` apart;
+// at flags_offset N flags for each slot, 128 bytes apart; at poison_offset one word, not 0 once the channel is given up.
+struct PutParams {
+    u64 send;  // block 0
+    i64 send_stride;
+    u64 peers;  // u64 [N] in device memory: base addresses, `rank`'s own too
+    i64 nbytes;  // of each block, a multiple of 16
+    i64 slot_stride;
+    i64 block_capacity;
+    i64 flags_offset;
+    i64 poison_offset;
+    u64 state;   // ChannelState
+    u64 record;  // pinned host memory, int64 [2 + N]: state, epoch, 1 for each rank that is missing; or 0
+    u32 ranks;
+    u32 rank;
+};
+
+struct TakeParams {
+    u64 send;
+    i64 send_stride;
+    u64 recv;  // block 0
+    i64 recv_stride;
+    u64 peers;
+    i64 nbytes;
+    i64 header_bytes;  // of each block, a multiple of 16: decided last
+    i64 slot_stride;
+    i64 block_capacity;
+    i64 flags_offset;
+    i64 poison_offset;
+    u64 state;
+    u64 record;
+    u64 deadline_ns;  // 0: wait on
+    u32 ranks;
+    u32 rank;
+};
+
+// States of a record. Only a kernel that finds 0 writes; the host sets it back.
+enum RecordState { RECORD_CLEAR = 0, RECORD_WRITTEN = 1, RECORD_GIVEN_UP_BY_PEER = 2 };
+
+static_assert(sizeof(PackParams) == KERNEL_PACK_PARAMS_BYTES, "PackParams differs from dcpcomm/combine/params.py");
+static_assert(sizeof(CombineParams) == KERNEL_COMBINE_PARAMS_BYTES, "CombineParams differs from params.py");
+static_assert(sizeof(PutParams) == KERNEL_PUT_PARAMS_BYTES, "PutParams differs from params.py");
+static_assert(sizeof(TakeParams) == KERNEL_TAKE_PARAMS_BYTES, "TakeParams differs from params.py");
+static_assert(sizeof(ChannelState) == KERNEL_CHANNEL_STATE_BYTES, "ChannelState differs from params.py");

@@ -1,0 +1,199 @@
+"""Pack, combine, put and take on a GPU: which variant, which grid, and the launch.
+
+    kernels = Kernels(device, torch.bfloat16, world_size)
+    kernels.warm()                                                      # before the first capture
+    kernels.pack(stream, pack_params(...)); kernels.combine(stream, combine_params(...))
+
+Results are the canonical ones of cuda/canonical.cuh: the same bits whatever the variant, grid, B or layout.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+
+import torch
+
+from dcpcomm.combine.driver import Context, Launch, Module
+from dcpcomm.combine.nvrtc import Binary, compile_kernels
+from dcpcomm.combine.params import (
+    ChannelState,
+    CombineParams,
+    PackParams,
+    PutParams,
+    TakeParams,
+    WireAt,
+    combine_params,
+    pack_params,
+    pack_unit,
+    struct_sizes,
+    vectorised,
+)
+from dcpcomm.combine.wire import KIND_CANCELLED, Header, row_bytes
+
+__all__ = ["MOST_TEMPLATED_RANKS", "Kernels", "defines_for", "put_grid", "take_grid", "tile"]
+
+MOST_TEMPLATED_RANKS = 16
+UNITS = (16, 8, 4, 2)
+_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_THREADS = 128
+_MOST_WIDE = 256
+_BLOCKS_PER_SM = 16
+_PUT_THREADS, _TAKE_THREADS = 256, 512
+_MOST_TAKE_BLOCKS = 8  # blocks that wait must all be resident, those of other ranks on the same GPU too
+
+
+def defines_for(name: str, dtype: torch.dtype, world_size: int) -> dict[str, int]:
+    """What kernel file `name` is compiled with. 0 ranks: any number, more than the kernels hold in registers."""
+    defines = struct_sizes()
+    if name == "pack.cu":
+        defines["KERNEL_ITEM"] = dtype.itemsize
+    if name == "combine.cu":
+        defines["KERNEL_DTYPE"] = _DTYPES[dtype]
+        defines["KERNEL_RANKS"] = world_size if world_size <= MOST_TEMPLATED_RANKS else 0
+    return defines
+
+
+@functools.lru_cache(maxsize=4096)
+def tile(columns: int, rows: int, most_blocks: int) -> tuple[int, int, int, int]:
+    """(grid x, grid y, block x, block y) for `rows` of `columns` threads each: a row lies along x, and isn't divided
+    unless it is wider than a block. Beyond `most_blocks` the kernel loops over rows.
+    """
+    across = -(-columns // _MOST_WIDE)
+    wide = -(-columns // across)
+    tall = max(1, _THREADS // wide)
+    down = -(-rows // tall)
+    return max(1, min(down, most_blocks // across)), across, wide, tall
+
+
+def put_grid(nbytes: int, peers: int, processors: int) -> tuple[int, int, int, int]:
+    """For `nbytes` to each of `peers`: as `tile`, a peer to each grid y."""
+    blocks = -(-nbytes // (16 * _PUT_THREADS))
+    return max(1, min(blocks, 2 * processors // peers)), peers, _PUT_THREADS, 1
+
+
+def take_grid(nbytes: int, world_size: int) -> tuple[int, int, int, int]:
+    """For `nbytes` from each of `world_size`: few enough to be resident beside those of the other ranks."""
+    blocks = -(-nbytes * world_size // (16 * _TAKE_THREADS))
+    return max(1, min(blocks, _MOST_TAKE_BLOCKS)), 1, _TAKE_THREADS, 1
+
+
+class Kernels:
+    """The kernels of one device, dtype and group size, compiled and loaded.
+
+    Args:
+        device: a CUDA device.
+        dtype: of the partials.
+        world_size: N.
+        generic: take the combine for any N also where there is one for this N. The same bits, slower: for tests.
+
+    Raises:
+        KernelsUnavailable: nothing to compile them with, or no driver.
+    """
+
+    def __init__(self, device: torch.device, dtype: torch.dtype, world_size: int, *, generic: bool = False) -> None:
+        self.device, self.dtype, self.world_size = device, dtype, world_size
+        self._processors = torch.cuda.get_device_properties(device).multi_processor_count
+        self._most_blocks = self._processors * _BLOCKS_PER_SM
+        self._context = Context(device)
+        self._loaded: list[tuple[Module, Binary]] = []
+        ranks = MOST_TEMPLATED_RANKS + 1 if generic else world_size
+        pack = self._load("pack.cu", [f"pack_{unit}" for unit in UNITS], ranks)
+        self._pack = {unit: pack[f"pack_{unit}"] for unit in UNITS}
+        combine = self._load("combine.cu", ["combine_1", "combine_16"], ranks)
+        self._combine = combine["combine_1"], combine["combine_16"]
+        put = self._load("put.cu", ["put", "take"], ranks) if world_size > 1 else {}
+        self._put, self._take = put.get("put", 0), put.get("take", 0)
+
+    def _load(self, file: str, names: list[str], ranks: int) -> dict[str, int]:
+        capability = torch.cuda.get_device_capability(self.device)
+        binary = compile_kernels(file, defines_for(file, self.dtype, ranks), capability)
+        module = Module(self._context, binary.image)
+        self._loaded.append((module, binary))
+        return {name: module.function(name) for name in names}
+
+    def _bind(self, function: int, name: str, grid: tuple[int, int, int, int], params: ctypes.Structure) -> Launch:
+        return Launch(self._context, function, name, grid, params)
+
+    @property
+    def origin(self) -> str:
+        """Where they came from, in words."""
+        fresh = sum(not binary.cached for _, binary in self._loaded)
+        return f"{self._loaded[0][1].target}, {fresh} of {len(self._loaded)} files compiled now, the rest from disk"
+
+    def bind_pack(self, params: PackParams, unit: int | None = None) -> Launch:
+        """`params` with its variant and grid; `unit`: bytes loaded at once, if not as many as can be."""
+        unit = pack_unit(params, self.dtype.itemsize) if unit is None else unit
+        grid = tile(params.vectors + 1, params.row_count, self._most_blocks)
+        return self._bind(self._pack[unit], "pack", grid, params)
+
+    def bind_combine(self, params: CombineParams, vectors: bool | None = None) -> Launch:
+        """`params` with its variant and grid; `vectors`: whether by 16 bytes, if not wherever that can be.
+
+        Sets `params.columns`, as the variant counts: bound twice, it serves the later launch.
+        """
+        vectors = vectorised(params) if vectors is None else vectors
+        params.columns = params.width * self.dtype.itemsize // 16 if vectors else params.width
+        grid = tile(params.columns, params.row_count, self._most_blocks)
+        return self._bind(self._combine[vectors], "combine", grid, params)
+
+    def bind_put(self, params: PutParams) -> Launch:
+        """`params` with its grid. Only for groups of two and more."""
+        grid = put_grid(params.nbytes, params.ranks - 1, self._processors)
+        return self._bind(self._put, "put", grid, params)
+
+    def bind_take(self, params: TakeParams) -> Launch:
+        """`params` with its grid. Only for groups of two and more."""
+        return self._bind(self._take, "take", take_grid(params.nbytes, params.ranks), params)
+
+    def pack(self, stream: int, params: PackParams) -> None:
+        """Headers and rows into blocks, one for each destination; advances the channel's ordinal."""
+        self.bind_pack(params)(stream)
+
+    def combine(self, stream: int, params: CombineParams) -> None:
+        """The LSE-weighted sum over sources; NaN and a record where a header isn't what it must be."""
+        self.bind_combine(params)(stream)
+
+    def put(self, stream: int, params: PutParams) -> None:
+        """Blocks into the peers' memory, then this rank's flag there; advances the channel's epoch."""
+        self.bind_put(params)(stream)
+
+    def take(self, stream: int, params: TakeParams) -> None:
+        """Wait for the peers' flags, then copy their blocks; past the deadline give the channel up."""
+        self.bind_take(params)(stream)
+
+    def warm(self, stream: int | None = None) -> None:
+        """Run every variant once, on scratch memory: none is then first loaded in a capture. Waits for the device."""
+        with torch.cuda.device(self.device), torch.inference_mode(False):
+            stream = torch.cuda.current_stream().cuda_stream if stream is None else stream
+            n, width = self.world_size, 16 // self.dtype.itemsize
+            pitch = row_bytes(width, self.dtype.itemsize)
+            wire = torch.zeros((n, 2, pitch), dtype=torch.uint8, device=self.device)
+            at = WireAt(wire.data_ptr(), 2 * pitch, pitch, 16)
+            rows = torch.zeros((n, 1, 1, width), dtype=self.dtype, device=self.device)
+            lse = torch.zeros((n, 1, 1), dtype=torch.float32, device=self.device)
+            words = torch.zeros(4 + n + -(-ctypes.sizeof(ChannelState) // 8), dtype=torch.int64, device=self.device)
+            words[1], words[4 : 4 + n] = 1, words.data_ptr()  # a channel given up, so that nobody waits
+            torch.cuda.synchronize()
+            ordinal = words.data_ptr() + 16
+            header = Header(0, 0, 1, 0, width)
+            for unit in UNITS:
+                self.bind_pack(pack_params(at, rows, lse, 0, header, ordinal), unit)(stream)
+            self.pack(stream, pack_params(at, rows, lse, 0, Header(0, 0, 1, 0, width, KIND_CANCELLED), ordinal))
+            merge = combine_params(rows, lse, rows[0], lse[0], "e", wire=at, header=header, ordinal=ordinal)
+            for vectors in (False, True):
+                self.bind_combine(merge, vectors)(stream)
+            if n > 1:
+                peers, state = words.data_ptr() + 32, words.data_ptr() + 8 * (4 + n)
+                self.put(stream, PutParams(at.address, 0, peers, 16, 0, 0, 0, 8, state, 0, n, 0))
+                self.take(stream, TakeParams(
+                    at.address, 0, at.address, 0, peers, 16, 16, 0, 0, 0, 8, state, 0, 1, n, 0
+                ))  # fmt: skip
+            torch.cuda.synchronize()
+
+    def close(self) -> None:
+        """Unload them. Safe twice; no captured launch may be replayed afterwards."""
+        for module, _ in self._loaded:
+            module.unload()
+        self._loaded.clear()
+        self._context.release()
