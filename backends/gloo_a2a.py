@@ -1,19 +1,18 @@
 """`gloo_a2a`: rows over TCP by torch.distributed's Gloo. Any CPU, any number of hosts.
 
-One all-to-all with split sizes per exchange. Each rank sends what it has and leaves room for the largest message that
-may come, so ranks that disagree about B read each other's header and say so, where equal splits would end the process.
+Each message is one send and one receive per peer, not a collective: a receive that has room for the largest message
+takes a shorter one too, so ranks that disagree about B read each other's header and say so. A Gloo collective of
+unequal sizes ends the process instead.
 """
 
 from __future__ import annotations
 
-import ctypes
 import re
-import secrets
 import time
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, ClassVar, NamedTuple
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -25,19 +24,23 @@ from dcpcomm.workspace import block_capacity
 __all__ = ["GlooA2A"]
 
 _NO_DEADLINE_S = 365 * 86400.0
+_KNOWN = 1024
+#: Bytes from which two ranks of a host send one after the other. Both at once fill each other's receive windows before
+#: either reads, and then wait for a timer of TCP's, milliseconds long.
+_TAKE_TURNS_FROM = 1 << 16
 
 
 class GlooA2A(MergeTransport):
-    """All-to-all over Gloo process groups of its own, so that nothing of the caller's can get in between."""
+    """All-to-all by point-to-point messages of a Gloo process group of its own, so that nothing of the caller's can
+    get in between.
+    """
 
     name: ClassVar[str] = "gloo_a2a"
     capabilities: ClassVar[Capabilities] = Capabilities(
         devices=("cpu",), multi_host=True, ragged=True, proven_on=("cpu",)
     )
 
-    _lines: tuple[_Line, ...] = ()
-    #: Exchanges that an interrupt left under way: they may still write where rows arrive.
-    _abandoned: ClassVar[list[Any]] = []
+    _gloo: Sequence[Any] = ()
 
     @classmethod
     def check(cls, facts: Facts) -> Verdict:
@@ -46,157 +49,98 @@ class GlooA2A(MergeTransport):
         return Verdict(True)
 
     def prepare(self) -> bytes:
+        self._peers = self.group.peers
+        self._unread: dict[int, list[tuple[int, Any]]] = {channel: [] for channel in range(self.shape.channels)}
+        self._known: dict[Any, tuple[list[_Message], list[_Message]]] = {}
         return b""
 
     def connect(self, peers: list[bytes]) -> None:
-        self._await_abandoned()
-        rank, size = self.group.rank, self.group.size
-        limit, capacity = timedelta(seconds=self.group.timeout_s), block_capacity(self.shape, size)
-        # Gloo closes all connections of a process group when one exchange runs into its deadline: one group per
-        # channel.
-        stores = [self.group.store(f"gloo/{channel}") for channel in range(self.shape.channels)]
-        self._lines = tuple(
-            _Line(dist.ProcessGroupGloo(store, rank, size, limit), rank, size, capacity) for store in stores
-        )
+        hosts, rank = self.group.hosts, self.group.rank
+        self._answered = [peer for peer in self._peers if peer < rank and hosts[peer] == hosts[rank]]
+        limit = timedelta(seconds=self.group.timeout_s)
+        # Gloo closes all connections of a process group when one receive runs into its deadline: one group per channel.
+        self._gloo = [
+            dist.ProcessGroupGloo(self.group.store(f"gloo/{channel}"), rank, self.group.size, limit)
+            for channel in range(self.shape.channels)
+        ]
 
     def exchange(self, send: torch.Tensor, channel: int, recv: torch.Tensor | None = None) -> torch.Tensor:
         assert recv is not None
-        line = self._lines[channel]
-        line.finish()  # what the peers sent for a call that was called off here
-        line.begin(send, recv, self.group.exchange_timeout_s)
-        line.finish()
+        gloo, limit = self._gloo[channel], self.group.exchange_timeout_s
+        deadline = time.monotonic() + (_NO_DEADLINE_S if limit is None else limit)
+        if self._unread[channel]:
+            for peer, work in self._unread[channel]:
+                self._wait(work, peer, deadline)
+            self._unread[channel].clear()
+        at_once, in_turn = self._messages(send, channel, recv)
+        peer, first = 0, len(at_once)
+        try:
+            # Receives first: a message that finds its receive posted goes straight to its place.
+            incoming = [gloo.recv(message.room, peer := message.peer, 0) for message in (*at_once, *in_turn)]
+            outgoing = [gloo.send(message.rows, peer := message.peer, 0) for message in at_once]
+            for work, message in zip(incoming[first:], in_turn, strict=True):
+                self._wait(work, message.peer, deadline)
+                outgoing.append(gloo.send(message.rows, peer := message.peer, 0))
+        except RuntimeError as error:
+            raise _gone(peer, error) from error
+        for work, message in zip(incoming[:first], at_once, strict=True):
+            self._wait(work, message.peer, deadline)
+        for work, message in zip(outgoing, (*at_once, *in_turn), strict=True):
+            self._wait(work, message.peer, deadline)
         return recv
 
     def cancel(self, send: torch.Tensor, channel: int) -> None:
-        line = self._lines[channel]
-        line.finish()
-        dropped = torch.empty((self.group.size, line.capacity), dtype=torch.uint8)
-        line.begin(send.clone(), dropped, self.group.exchange_timeout_s, dropped=True)
+        gloo, unread = self._gloo[channel], self._unread[channel]
+        for peer in self._peers:
+            # What the peer sends for this call is dropped; it isn't waited for here, but before this channel's next
+            # exchange.
+            dropped = torch.empty(block_capacity(self.shape, self.group.size), dtype=torch.uint8)
+            try:
+                unread.append((peer, gloo.recv([dropped], peer, 0)))
+                unread.append((peer, gloo.send([send[peer].clone().view(-1)], peer, 0)))
+            except RuntimeError as error:
+                raise _gone(peer, error) from error
 
     def close(self) -> None:
-        for line in self._lines:
-            self._abandoned.extend(line.close())
-        self._lines = ()
+        self._unread, self._known, self._gloo = {}, {}, ()
 
-    def _await_abandoned(self) -> None:
-        deadline = time.monotonic() + self.group.timeout_s
-        while self._abandoned:
-            if self._abandoned[-1].is_completed():
-                self._abandoned.pop()
-            elif time.monotonic() > deadline:
-                raise TransportTimeout("an exchange that was interrupted hasn't ended: its rows may still arrive")
-            else:
-                time.sleep(0.001)
+    def _messages(self, send: torch.Tensor, channel: int, recv: torch.Tensor) -> tuple[list[_Message], list[_Message]]:
+        """Those to send at once, and those to send when the peer's has come; known from one exchange to the next."""
+        key = channel, send.data_ptr(), send.shape, recv.data_ptr()
+        found = self._known.get(key)
+        if found is None:
+            if len(self._known) >= _KNOWN:
+                self._known.clear()
+            stride = recv.stride(0)
+            with torch.inference_mode(False):
+                # All the memory of a block: room for the largest message, not just for the one awaited.
+                rooms = recv.as_strided((self.group.size, stride), (stride, 1))
+                messages = [_Message(peer, [rooms[peer]], [send[peer].view(-1)]) for peer in self._peers]
+            answered = self._answered if send[0].numel() >= _TAKE_TURNS_FROM else ()
+            found = self._known[key] = (
+                [message for message in messages if message.peer not in answered],
+                [message for message in messages if message.peer in answered],
+            )
+        return found
 
-
-class _Exchange(NamedTuple):
-    """One that is under way.
-
-    Attributes:
-        work: Gloo's.
-        limit_s: how long it may take.
-        heads: the first word of each block to receive.
-        dropped: whether what comes is wanted by nobody.
-    """
-
-    work: Any
-    limit_s: float
-    heads: np.ndarray
-    dropped: bool
-
-
-class _Line:
-    """One channel's process group, with at most one exchange under way.
-
-    Args:
-        capacity: bytes from one block to receive to the next, room for the largest.
-    """
-
-    def __init__(self, gloo: Any, rank: int, size: int, capacity: int) -> None:
-        self.capacity = capacity
-        self._gloo, self._rank, self._size = gloo, rank, size
-        self._under_way: _Exchange | None = None
-        self._room: tuple[int, torch.Tensor, np.ndarray] | None = None
-        # Marks the begin of a block that hasn't come: Gloo doesn't say who is missing.
-        self._absent = secrets.randbits(63)
-
-    def begin(self, send: torch.Tensor, recv: torch.Tensor, limit_s: float | None, dropped: bool = False) -> None:
-        """Post `send [N, 1 + R, W]`, and room in `recv` for `capacity` bytes of each rank."""
-        rank, size, room, mine = self._rank, self._size, self.capacity, send[0].numel()
-        _, whole, heads = self._room_of(recv)
-        heads[:] = self._absent
-        # A rank's own block isn't wanted. At either end it is left out; in the middle Gloo copies it, to the end of its
-        # place, so that the blocks behind it arrive at multiples of the capacity like the others.
-        first, last = int(rank == 0), size - int(rank == size - 1)
-        own = mine if last - first == size else 0
-        sizes, rooms = [mine] * size, [room] * size
-        sizes[rank] = rooms[rank] = own
-        if own:
-            rooms[rank - 1] += room - own
-        outgoing, incoming = send.view(-1)[first * mine : last * mine], whole[first * room : last * room]
-        limit = _NO_DEADLINE_S if limit_s is None else limit_s
+    def _wait(self, work: Any, peer: int, deadline: float) -> None:
         try:
-            work = self._gloo.alltoall_base(incoming, outgoing, rooms, sizes, timeout=timedelta(seconds=limit))
-        except RuntimeError as error:
-            raise self._gone(error, heads) from error
-        self._under_way = _Exchange(work, limit, heads, dropped)
-        if dropped:
-            self._immortal(True)  # perhaps nobody will come for it before this process ends
-
-    def finish(self) -> None:
-        """Wait for the exchange under way, if there is one."""
-        if self._under_way is None:
-            return
-        work, limit, heads, dropped = self._under_way
-        try:
-            work.wait()
+            work.wait(timedelta(0, max(0.001, deadline - time.monotonic())))
         except RuntimeError as error:
             if "imed out" not in str(error):
-                raise self._gone(error, heads) from error
-            missing = self._missing(heads)
-            text = f"rank {', '.join(map(str, missing))} did not arrive within {limit:g} s"
-            raise TransportTimeout(text, missing) from error
-        finally:
-            if work.is_completed():
-                self._under_way = None
-                if dropped:
-                    self._immortal(False)
+                raise _gone(peer, error) from error
+            limit = self.group.exchange_timeout_s
+            raise TransportTimeout(f"rank {peer} did not arrive within {limit:g} s", (peer,)) from error
 
-    def close(self) -> list[Any]:
-        """Let go of the group.
 
-        Returns:
-            what is under way and may still write to the caller's memory.
-        """
-        exchange, self._under_way, self._room = self._under_way, None, None
-        interrupted = exchange is not None and not exchange.dropped and not exchange.work.is_completed()
-        if interrupted:
-            self._immortal(True)
-        self._gloo = None
-        return [exchange.work] if exchange is not None and interrupted else []
+class _Message(NamedTuple):
+    """What a peer sends, and is sent, in the lists of one that Gloo takes."""
 
-    def _immortal(self, yes: bool) -> None:
-        """Keep the group's destructor from ever running, or not any more: it would wait for what is under way."""
-        count = ctypes.pythonapi.Py_IncRef if yes else ctypes.pythonapi.Py_DecRef
-        count(ctypes.py_object(self._gloo))
+    peer: int
+    room: list[torch.Tensor]
+    rows: list[torch.Tensor]
 
-    def _room_of(self, recv: torch.Tensor) -> tuple[int, torch.Tensor, np.ndarray]:
-        """Where `recv` begins, all the memory of its blocks, flat, and its blocks' first words. Those of the last call
-        are kept: as a rule it is always the same.
-        """
-        if self._room is None or self._room[0] != recv.data_ptr():
-            with torch.inference_mode(False):
-                whole = recv.as_strided((self._size * self.capacity,), (1,))
-                heads = whole.view(self._size, self.capacity)[:, :8].view(torch.int64).numpy()[:, 0]
-            self._room = recv.data_ptr(), whole, heads
-        return self._room
 
-    def _missing(self, heads: np.ndarray) -> tuple[int, ...]:
-        peers = [rank for rank in range(self._size) if rank != self._rank]
-        missing = tuple(rank for rank in peers if heads[rank] == self._absent)
-        return missing or tuple(peers)  # all began to send, and at least one of them stopped
-
-    def _gone(self, error: Exception, heads: np.ndarray) -> TransportTimeout:
-        missing = self._missing(heads)
-        said = re.sub(r"^\[.*?\] *", "", str(error).splitlines()[0])  # without the place in Gloo's source
-        return TransportTimeout(f"the connection to rank {', '.join(map(str, missing))} is gone ({said})", missing)
+def _gone(peer: int, error: Exception) -> TransportTimeout:
+    said = re.sub(r"^\[.*?\] *", "", str(error).splitlines()[0])  # without the place in Gloo's source
+    return TransportTimeout(f"the connection to rank {peer} is gone ({said})", (peer,))
