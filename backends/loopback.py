@@ -5,6 +5,7 @@ For tests, and for the CI of people who use dcpcomm: every promise of a merge ca
 
 from __future__ import annotations
 
+import os
 import queue
 import time
 from typing import ClassVar
@@ -93,20 +94,30 @@ class Loopback(MergeTransport):
 
 
 class LoopbackPeer(PeerMemoryTransport):
-    """The peer family between threads: every rank's memory is every other's, as CUDA IPC makes it between processes."""
+    """The peer family between threads: every rank's memory is every other's, as CUDA IPC makes it between processes. On
+    a GPU every rank has a stream, and their kernels wait for each other on one device.
+    """
 
     name: ClassVar[str] = "loopback_peer"
-    capabilities: ClassVar[Capabilities] = Capabilities(devices=("cpu",), ragged=True)
+    capabilities: ClassVar[Capabilities] = Capabilities(devices=("cpu", "cuda"), graph_capturable=True, ragged=True)
 
     _memory: torch.Tensor | None = None
 
     @classmethod
     def check(cls, facts: Facts) -> Verdict:
+        connections = int(os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "8"))
+        if facts.device == "cuda" and connections < 2 * facts.world_size:
+            return Verdict(
+                False,
+                f"streams share {connections} queues of the GPU, so kernels of {facts.world_size} ranks that wait for "
+                "each other may stand in one queue",
+                "set CUDA_DEVICE_MAX_CONNECTIONS=32, or make the LoopbackWorld, before this process uses CUDA",
+            )
         return Loopback.check(facts)
 
     def prepare(self) -> bytes:
         with torch.inference_mode(False):
-            self._memory = torch.zeros(self.peer_bytes, dtype=torch.uint8)
+            self._memory = torch.zeros(self.peer_bytes, dtype=torch.uint8, device=self.group.device)
         self._key = f"{self.group.prefix}/{self.group.generation}/peer"
         self._office = self.group.loopback.world.mail(self._key)
         self._office.memory[self.group.rank] = self._memory

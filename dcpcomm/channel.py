@@ -14,8 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from dcpcomm.combine.engine import Engine, Layout, PackedCall, Partials
-from dcpcomm.combine.torch_engine import clean_lse
+from dcpcomm.combine.engine import Engine, Failure, Layout, PackedCall, Partials
 from dcpcomm.combine.wire import KIND_CANCELLED, Header, WireViews, wire_views
 from dcpcomm.decision import Decision
 from dcpcomm.errors import CallMismatch, DCPCommError, TransportTimeout
@@ -74,11 +73,53 @@ class Channel:
                 f"rank {self._group.rank}: channel {self.index} is inside a call of another thread; a channel is one "
                 "ordered stream of calls: use one channel per micro-batch in flight (MergeShape.channels)"
             )
-        if self.broken is not None:
+        try:
+            self._look()  # a call that was called off doesn't keep the next one from coming: the peers make it too
+        except BaseException:
             self._busy.release()
-            raise self.refusal(self.broken)
+            raise
         ordinal, self._ordinal = self._ordinal, self._ordinal + 1
         return ordinal
+
+    def check(self) -> None:
+        """Raise what broke this channel, and once what a GPU has noted of calls that were called off. No wait for the
+        device.
+        """
+        failure = self._look()
+        if failure is not None:
+            self._engine.settle(self.index)
+            self._refuse(failure.came, failure.mine)
+
+    def _look(self) -> Failure | None:
+        """Raise what broke this channel, on a GPU after the call that it broke had returned.
+
+        Returns:
+            what a GPU has noted of a call that a peer called off; the channel is whole.
+        """
+        failure = None
+        if self.broken is None and self._device.type == "cuda":
+            try:
+                for transport in self._transports.values():
+                    transport.poll(self.index)
+                failure = self._engine.failure(self.index)
+                if failure is not None and not self._called_off(failure):
+                    self._refuse(failure.came, failure.mine)
+            except TransportTimeout as error:
+                last = self._watchdog.last_words(error.ranks)
+                text = f"rank {self._group.rank}: channel {self.index}: {error}. Last heard: {last}"
+                self._break(TransportTimeout(text, error.ranks))
+            except CallMismatch:
+                pass  # it is `broken` now
+        if self.broken is not None:
+            raise self.refusal(self.broken)
+        return failure
+
+    def _called_off(self, failure: Failure) -> bool:
+        """Whether no rank was in another call, but some had no rows to send."""
+        headers = (Header.from_words(one) for one in failure.came)
+        return all(
+            one == failure.mine or (one.kind, one.ordinal) == (KIND_CANCELLED, failure.mine.ordinal) for one in headers
+        )
 
     def refusal(self, broken: DCPCommError) -> DCPCommError:
         """What a broken channel raises: the error that broke it, and how to go on."""
@@ -107,15 +148,32 @@ class Channel:
             return  # of no rows, the peers send none either
         self._group.control.note(self._cancel_key(ordinal), f"{type(error).__name__}: {error}")
         transport = self._transports[self._decision.transport_for(tokens)]
-        if not transport.capabilities.ragged or self._send is None:
+        if self._send is None or transport.fused_merge is not None:
             return  # they find the note when their deadline passes
-        header = Header(ordinal=ordinal, tag=0, tokens=0, chunk=0, width=0, kind=KIND_CANCELLED)
-        views = self._buffers(transport, 0, 0, self._shape.head_dim)[0]
-        views.words[:] = header.words()
         try:
-            transport.cancel(views.blocks, self.index)
+            if transport.capabilities.ragged and self._device.type == "cpu":
+                header = Header(ordinal=ordinal, tag=0, tokens=0, chunk=0, width=0, kind=KIND_CANCELLED)
+                views = self._buffers(transport, 0, 0, self._shape.head_dim)[0]
+                views.words[:] = header.words()
+                transport.cancel(views.blocks, self.index)
+            elif self._device.type == "cuda":
+                self._call_off(transport, tokens)
         except Exception as second:
             self._break(DCPCommError(f"telling the peers about {error} failed: {second}"))
+
+    def _call_off(self, transport: MergeTransport, tokens: int) -> None:
+        """On a GPU messages have the length that the peers await: blocks of `tokens` rows, of which the headers alone
+        are written. Nothing waits for the peers.
+        """
+        width = self._shape.head_dim
+        most = self._shape.tokens_per_exchange(self._group.size)
+        for begin in range(0, tokens, most):
+            part = min(most, tokens - begin)
+            t = self._shape.result_rows(part, self._group.size)[0]
+            layout = Layout(tokens, t, width, (self._shape.num_heads * width, width, 1), (1, 1), torch.float32)
+            call, send, recv = self._call(transport, layout, None)
+            call.call_off(Header(ordinal=0, tag=0, tokens=0, chunk=0, width=0, kind=KIND_CANCELLED))
+            transport.exchange(send.blocks, self.index, recv=recv.blocks)
 
     def merge(
         self, partials: Partials, start: int, t: int, header: Header, out: torch.Tensor | None, want_lse: bool
@@ -133,6 +191,7 @@ class Channel:
             TransportTimeout: a peer did not arrive.
         """
         if not self._transports:
+            partials = partials if partials.counts is None else partials.cleaned()
             return self._combine(*partials.part(self._shape.scatter, 1, start, t), out, want_lse)
 
         transport = self._transports[self._decision.transport_for(header.tokens)]
@@ -142,9 +201,8 @@ class Channel:
                 merged = self._fused(transport, partials, start, t)
                 return (merged[0] if out is None else out.copy_(merged[0])), merged[1]
             if transport.capabilities.layout == "view":
-                rows, lses = partials.part(self._shape.scatter, self._group.size, start, t)
-                views = rows.transpose(0, 1), clean_lse(lses, None).transpose(0, 1)
-                rows, lses = transport.exchange(views, self.index)
+                rows, lses = partials.cleaned().part(self._shape.scatter, self._group.size, start, t)
+                rows, lses = transport.exchange((rows.transpose(0, 1), lses.transpose(0, 1)), self.index)
                 return self._combine(rows.transpose(0, 1), lses.transpose(0, 1), out, want_lse)
             return self._packed(transport, partials, start, t, header, out, want_lse)
         except TransportTimeout as error:
@@ -207,8 +265,7 @@ class Channel:
         self, transport: MergeTransport, partials: Partials, start: int, t: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Hand the chunk, as `[B, H, D]`, to a transport that merges by itself."""
-        partial_out, lse = partials.part(self._shape.scatter, self._group.size, start, t)
-        lse = clean_lse(lse, None)
+        partial_out, lse = partials.cleaned().part(self._shape.scatter, self._group.size, start, t)
         if self._shape.scatter == "heads":
             whole, whole_lse = partial_out.transpose(0, 1).flatten(1, 2), lse.transpose(0, 1).flatten(1, 2)
         elif self._shape.scatter == "tokens":
@@ -232,7 +289,7 @@ class Channel:
             send, recv = self._buffers(transport, layout.t, self._heads, layout.width)
             if arrived is not None:
                 recv = WireViews(arrived, layout.t, self._heads, layout.width, self._shape.dtype)
-            found = self._calls[key] = self._engine.packed_call(layout, send, recv), send, recv
+            found = self._calls[key] = self._engine.packed_call(self.index, layout, send, recv), send, recv
         return found
 
     def _buffers(self, transport: MergeTransport, t: int, h: int, width: int) -> tuple[WireViews, WireViews]:
@@ -299,8 +356,11 @@ class Channel:
         )
 
     def _cancel_key(self, ordinal: int) -> str:
-        """Where the reason is noted. Ordinals begin again with a reset, so the generation is in it."""
-        return f"cancel/{self._group.generation}/{self.index}/{ordinal}"
+        """Where the reason is noted. Ordinals begin again with a reset, so the generation is in it. A GPU counts by
+        itself, replays too: there it is the last reason.
+        """
+        which = ordinal if self._device.type == "cpu" else "last"
+        return f"cancel/{self._group.generation}/{self.index}/{which}"
 
     def _break(self, error: DCPCommError) -> DCPCommError:
         self.broken = error

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dcpcomm.combine.engine import cpu_engine_in_words
 from dcpcomm.config import MergeConfig
 from dcpcomm.decision import Decision
 from dcpcomm.group import Group
@@ -12,7 +11,9 @@ from dcpcomm.transport import MergeShape
 __all__ = ["describe"]
 
 
-def describe(decision: Decision, shape: MergeShape, config: MergeConfig, group: Group, device_bytes: int) -> str:
+def describe(
+    decision: Decision, shape: MergeShape, config: MergeConfig, group: Group, device_bytes: int, engine: str
+) -> str:
     """The text of `DCPMerger.explain()`."""
     hosts = len(set(group.hosts)) or 1
     lines = [
@@ -49,7 +50,7 @@ def describe(decision: Decision, shape: MergeShape, config: MergeConfig, group: 
         if len(decision.prices[choice.tokens]) > 1 or (shape.v_head_dim is not None and config.projection == "auto"):
             lines.append("  * is taken; `prefer`, `cost_table` and `projection` would change it")
     waits = "for ever, and logs who is late" if group.exchange_timeout_s is None else f"up to {group.timeout_s:g} s"
-    lines.append(f"combined by {cpu_engine_in_words()}")
+    lines.append(f"combined by {engine}")
     lines.append(f"device memory of this rank: {device_bytes} bytes; an exchange waits for peers {waits}")
     return "\n".join(lines)
 

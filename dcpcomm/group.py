@@ -27,6 +27,7 @@ class Group:
         exchange_timeout_s: how long an exchange may wait for a peer; None where it waits on and the watchdog only says
             so.
         generation: how many transports were connected so far: what one of them left behind must not meet the next.
+        device: where the rows are.
         loopback: this rank's `LoopbackRank`, where the ranks are threads of one process; else None.
     """
 
@@ -49,6 +50,7 @@ class Group:
         self.timeout_s = 120.0
         self.exchange_timeout_s: float | None = 120.0
         self.generation = 0
+        self.device = torch.device("cpu")
         self._store = store
         # Counted in the store and by rank, so that a construction that some rank missed can't put it out of step for
         # good.

@@ -341,8 +341,7 @@ class DCPMerger:
         """Raise what went wrong since the merger was made or reset. Cheap; call it once per step, before sampling."""
         self._session.check_open()
         for channel in self._session.channels:
-            if channel.broken is not None:
-                raise channel.refusal(channel.broken)
+            channel.check()
 
     def reset(self) -> None:
         """Make every channel usable again after an error. Collective over the group, with no call in flight on any
@@ -359,7 +358,9 @@ class DCPMerger:
     def explain(self) -> str:
         """What was decided and why, in words."""
         session = self._session
-        return describe(session.decision, self.shape, session.config, self.group, session.device_bytes)
+        return describe(
+            session.decision, self.shape, session.config, self.group, session.device_bytes, session.engine.words
+        )
 
     def close(self) -> None:
         """Give everything back. Local, safe twice; no merge may be under way on this rank."""

@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 import torch
 
 import dcpcomm
-from dcpcomm.combine.engine import cpu_engine_in_words
+from dcpcomm.combine.engine import engine_in_words
 from dcpcomm.combine.wire import row_bytes
 from dcpcomm.config import MergeConfig, config_fingerprint, options_for
 from dcpcomm.control import Outcome, first_failure, left
@@ -70,7 +70,7 @@ def select(
     try:
         facts = local_facts(group.rank, group.size, device, group.loopback is not None)
         table = load_cost_table(config.cost_table)
-        settings = _settings(shape, config, facts)
+        settings = _settings(group, shape, config, device, facts)
     except Exception as error:  # on this rank only, perhaps: the others must hear of it
         group.control.fail(_reason(error))
         raise
@@ -170,13 +170,15 @@ def establish(
     return connected
 
 
-def _settings(shape: MergeShape, config: MergeConfig, facts: Facts) -> dict[str, str]:
+def _settings(
+    group: Group, shape: MergeShape, config: MergeConfig, device: torch.device, facts: Facts
+) -> dict[str, str]:
     """Whatever must be the same on every rank, as text."""
     return {
         "dcpcomm version": dcpcomm.__version__,
         "torch version": torch.__version__,
         "device": facts.device,
-        "combine engine": cpu_engine_in_words() if facts.device == "cpu" else "",
+        "combine engine": engine_in_words(device, shape.dtype, group.size),
         **{f"shape.{key}": str(value) for key, value in asdict(shape).items()},
         **{f"config.{key}": value for key, value in config_fingerprint(config).items()},
         **{f"environment {key}": os.environ.get(key, "") for key in _ENVIRONMENT_THAT_MATTERS},
@@ -267,7 +269,7 @@ def _declared(
         return Verdict(
             False, f"needs rows of a multiple of {can.row_alignment} bytes; those of width {widths[0]} aren't"
         )
-    if shape.require_graph and not can.graph_capturable:
+    if shape.require_graph and not (can.graph_capturable and facts.device == "cuda"):
         return Verdict(False, "can't be captured in a CUDA graph; the shape has require_graph=True")
     if config.deterministic and not can.deterministic:
         return Verdict(False, "isn't bit-equal to the canonical arithmetic; the config has deterministic: true")

@@ -10,7 +10,6 @@ import torch
 
 from dcpcomm.channel import Channel
 from dcpcomm.combine.engine import Partials, engine_for
-from dcpcomm.combine.torch_engine import clean_lse
 from dcpcomm.config import MergeConfig, load_config, options_for
 from dcpcomm.decision import Fallen
 from dcpcomm.errors import DCPCommError, ShapeError, TransportUnavailable
@@ -44,9 +43,13 @@ class Session:
             shape.check_world_size(self.group.size)
             self.config: MergeConfig = load_config(config)
             self.device = _device(device)
+            # Before the ranks agree on anything: what it allocates may wait for the GPU, and with it for a rank that
+            # is ahead.
+            self.engine = engine_for(shape, self.group.rank, self.group.size, self.device)
         except Exception as error:
             self.group.control.fail(f"{type(error).__name__}: {error}")
             raise
+        self.group.device = self.device
         watchdog = self.config.watchdog
         self.group.timeout_s = watchdog.timeout_s
         self.group.exchange_timeout_s = watchdog.timeout_s if watchdog.action == "raise" else None
@@ -56,7 +59,10 @@ class Session:
         if not any(type(one).needs_workspace() for one in self.transports.values()):
             self._workspace.release()
         self._watchdog = Watchdog(self.group.control, shape.channels, watchdog.timeout_s, watchdog.action, self)
-        self.engine = engine_for(shape, self.group.rank, self.group.size, self.device)
+        if self._workspace.memory is not None:
+            with torch.inference_mode(False):
+                self.engine.ordinals = self._workspace.regions()["ordinals"].view(torch.int64)[: shape.channels]
+        self.engine.reset()
         self.channels = self._make_channels()
         self.closed = False
         used = ", ".join(self.decision.transports) or "none"
@@ -64,9 +70,8 @@ class Session:
 
     def partials(self, out: torch.Tensor, lse: torch.Tensor, counts: RowCounts | None) -> Partials:
         """A call's inputs as the engine takes them."""
-        if counts is not None and not self.engine.reads_counts:
-            lse, counts = clean_lse(lse, counts.empty(len(out))), None
-        return Partials(out, lse, counts)
+        partials = Partials(out, lse, counts)
+        return partials if counts is None or self.engine.reads_counts else partials.cleaned()
 
     @property
     def workspace(self) -> torch.Tensor | None:
@@ -96,6 +101,7 @@ class Session:
             raise DCPCommError(
                 f"rank {self.group.rank}: channel {busy[0]} is inside a call; reset when all have returned"
             )
+        self.engine.finish()
         self.group.control.exchange(b"", self.group.timeout_s, "resetting the merger")
         for key in ("raised", "progress"):  # of calls before the reset, whose ordinals come again
             self.group.control.note(key, "")
@@ -113,6 +119,7 @@ class Session:
         except BaseException:
             self.close()  # half of it connected: nothing that a call could use
             raise
+        self.engine.reset()
         self._watchdog.forget()
         self.channels = self._make_channels()
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 
-from dcpcomm.errors import ShapeError
+from dcpcomm.errors import ShapeError, TransportUnavailable
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -233,6 +233,11 @@ class MergeTransport(ABC):
     #: asked to `exchange`. Rows to leave out come with LSE -inf and may hold anything.
     fused_merge: Any = None
 
+    def poll(self, channel: int) -> None:  # noqa: B027
+        """Raise what went wrong in this channel's exchanges since they were asked for, where `exchange` returns before
+        its rows are there (on a GPU). Must not wait.
+        """
+
     def cancel(self, send: torch.Tensor, channel: int) -> None:
         """Tell peers that this rank has nothing to send in this call (ragged transports).
 
@@ -281,9 +286,7 @@ class PeerMemoryTransport(MergeTransport):
     @property
     def peer_bytes(self) -> int:
         """Bytes that every rank must offer to its peers."""
-        from dcpcomm.combine.host_put import slots_bytes
-
-        return slots_bytes(self.shape, self.group.size)
+        return type(self).device_bytes(self.shape, self.group.size, self.options)
 
     @abstractmethod
     def map_symmetric(self, nbytes: int) -> PeerBuffers:
@@ -293,19 +296,32 @@ class PeerMemoryTransport(MergeTransport):
 
     def attach(self) -> None:
         """Build the framework's engine on the mapped memory. Called by the framework, after `connect`."""
-        from dcpcomm.combine.host_put import HostPut
+        buffers = self.map_symmetric(self.peer_bytes)
+        if buffers.own.device.type == "cpu":
+            from dcpcomm.combine.host_put import HostPut
 
-        self._engine = HostPut(self.group, self.shape, self.map_symmetric(self.peer_bytes))
+            self._engine = HostPut(self.group, self.shape, buffers)
+            return
+        from dcpcomm.combine.cuda_engine import kernels_for
+        from dcpcomm.combine.device_put import DevicePut
+
+        kernels = kernels_for(buffers.own.device, self.shape.dtype, self.group.size)
+        if kernels is None:
+            raise TransportUnavailable("the CUDA kernels that put the rows can't be compiled here; the log says why")
+        self._engine = DevicePut(self.group, self.shape, buffers, kernels)
 
     def exchange(self, send: Any, channel: int, recv: torch.Tensor | None = None) -> Any:
-        return self._engine.exchange(send, channel)
+        return self._engine.exchange(send, channel, recv)
+
+    def poll(self, channel: int) -> None:
+        self._engine.check(channel)
 
     def cancel(self, send: torch.Tensor, channel: int) -> None:
         self._engine.cancel(send, channel)
 
     @classmethod
     def device_bytes(cls, shape: MergeShape, world_size: int, options: Any) -> int:
-        from dcpcomm.combine.host_put import slots_bytes
+        from dcpcomm.combine.device_put import slots_bytes
 
         return slots_bytes(shape, world_size)
 

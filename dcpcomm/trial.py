@@ -213,7 +213,7 @@ def _child(task: _Task) -> Fallen | None:
         torch.cuda.set_device(task.device)
     store = dist.TCPStore(task.address, task.port, is_master=False, wait_for_workers=False)
     group = Group(store, task.rank, task.size)
-    group.hosts = task.hosts
+    group.hosts, group.device = task.hosts, torch.device(task.device)
     group.timeout_s = task.config.verify.deadline_s
     # Imports and compilation are over: now all children meet, and from here the clock runs.
     group.control.exchange(b"", _START_S, "starting the trial")

@@ -8,11 +8,13 @@ sends a soak; its verdict is remembered on each machine and counts only where al
 
 from __future__ import annotations
 
+import functools
 import itertools
 import random
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -21,6 +23,7 @@ from dcpcomm.combine.wire import block_bytes, row_bytes, wire_views
 from dcpcomm.control import Outcome, first_failure, left
 from dcpcomm.decision import Fallen
 from dcpcomm.errors import TransportTimeout
+from dcpcomm.graphs import captured
 from dcpcomm.group import Group
 from dcpcomm.reference import merge_partials
 from dcpcomm.transport import MergeShape, MergeTransport
@@ -36,6 +39,8 @@ _BLOCK_LIMIT = 1 << 18  # bytes of a block, unless it takes more for a single ro
 _SOAK_BLOCK_LIMIT = 1 << 22
 _SOAK_DEFAULT = 1 << 30
 _POISON = 0xA5
+_REPLAYED, _EAGER_TURN = 4, 2  # rounds of a channel from one captured graph, and which of them is eager all the same
+_Run = Callable[..., Any]
 _WRONG = "wrong bits: "
 
 
@@ -114,8 +119,10 @@ def _check_rows(
     sent = 0
     sizes = _sizes(shape, group.size, width, load)
     first: _Wrong | None = None
+    replayed = _replayed_rounds(transport, shape, load, workspace.device)
+    replays = [_Replayed(workspace.device) for _ in range(shape.channels)]
     for number in itertools.count():
-        if number >= load.rounds and sent >= load.nbytes:
+        if number >= load.rounds + len(replayed) and sent >= load.nbytes:
             break
         # What is left of the deadline, so that a rank that waits and one that waits for it give up together.
         group.exchange_timeout_s = ends - time.monotonic()
@@ -128,11 +135,17 @@ def _check_rows(
         if late == group.rank:
             time.sleep(0.002)
         channel = number % shape.channels
+        run: _Run = _eagerly
+        if number in replayed:
+            channel, turn = divmod(number - load.rounds, _REPLAYED)
+            tokens = sizes[1]
+            if turn != _EAGER_TURN:
+                run = replays[channel]
         try:
             if transport.capabilities.layout == "view":
-                _round_of_views(transport, group, shape, number, channel, tokens, width, workspace.device)
+                _round_of_views(transport, group, shape, number, channel, tokens, width, workspace.device, run)
             else:
-                _round_of_blocks(transport, group, shape, number, channel, tokens, width, workspace)
+                _round_of_blocks(transport, group, shape, number, channel, tokens, width, workspace, run)
         except _Wrong as found:
             first = first or found  # and on: the peers would wait out their deadline for a rank that stopped here
         except TransportTimeout:
@@ -144,6 +157,48 @@ def _check_rows(
         )
     if first is not None:
         raise first
+
+
+def _replayed_rounds(transport: MergeTransport, shape: MergeShape, load: Load, device: torch.device) -> range:
+    """The rounds, after the first ones, in which each channel replays what it captured, an eager call in between."""
+    if device.type != "cuda" or not transport.capabilities.graph_capturable:
+        return range(0)
+    return range(load.rounds, load.rounds + _REPLAYED * shape.channels)
+
+
+def _eagerly(step: Callable[..., Any], *tensors: torch.Tensor) -> Any:
+    return step(*tensors)
+
+
+class _Replayed:
+    """Calls a step by replaying the graph in which its first call was captured, on that call's tensors."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._graph: Any = None
+        self._tensors: tuple[torch.Tensor, ...] = ()
+        self._result: Any = None
+
+    def __call__(self, step: Callable[..., Any], *tensors: torch.Tensor) -> Any:
+        if self._graph is None:
+            self._tensors = tensors
+
+            def captured_step() -> None:
+                self._result = step(*tensors)
+
+            self._graph = captured(captured_step, self._device)
+        for kept, new in zip(self._tensors, tensors, strict=True):
+            if kept.data_ptr() != new.data_ptr():
+                kept.copy_(new)
+        self._graph.replay()
+        return self._result
+
+
+def _arrived(transport: MergeTransport, channel: int, device: torch.device) -> None:
+    """Wait for the rows, and hear what the transport found out."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+    transport.poll(channel)
 
 
 def _sizes(shape: MergeShape, n: int, width: int, load: Load) -> list[int]:
@@ -168,6 +223,7 @@ def _round_of_blocks(
     tokens: int,
     width: int,
     workspace: Workspace,
+    run: _Run,
 ) -> None:
     n, rows = group.size, shape.rows_per_destination(tokens, group.size)
     regions = workspace.regions()
@@ -186,7 +242,8 @@ def _round_of_blocks(
     for destination in range(n):
         send[destination].view(-1).copy_(pattern.block(nbytes, group.rank, destination, number))
     recv.fill_(_POISON)
-    arrived = transport.exchange(send, channel, recv=recv)
+    arrived = run(lambda send, recv: transport.exchange(send, channel, recv=recv), send, recv)
+    _arrived(transport, channel, workspace.device)
     if tuple(arrived.shape) != tuple(send.shape):
         raise _Wrong(f"exchange returned shape {tuple(arrived.shape)}; expected {tuple(send.shape)}")
     for source in group.peers:
@@ -202,6 +259,7 @@ def _round_of_views(
     tokens: int,
     width: int,
     device: torch.device,
+    run: _Run,
 ) -> None:
     n = group.size
     t, h = shape.result_rows(tokens, n)
@@ -214,7 +272,8 @@ def _round_of_views(
     outs, lses = zip(*(fields(group.rank, destination) for destination in range(n)), strict=True)
     # Strided as a merge's views are: the destination's rows lie side by side in neither of the two.
     out, lse = torch.stack(outs).to(device).transpose(0, 1), torch.stack(lses).to(device).transpose(0, 1)
-    got_out, got_lse = transport.exchange((out, lse), channel)
+    got_out, got_lse = run(lambda out, lse: transport.exchange((out, lse), channel), out, lse)
+    _arrived(transport, channel, device)
     for source in range(n):
         parts = (got_out[:, source].contiguous(), got_lse[:, source].contiguous())
         raw = torch.cat([part.view(-1).view(torch.uint8) for part in parts])
@@ -244,15 +303,25 @@ def _check_merges(transport: MergeTransport, group: Group, shape: MergeShape, lo
     """For a transport that merges by itself: random partials, which every rank can make, against the oracle."""
     n, width = group.size, max(shape.widths)
     ulp = 2.0 ** {torch.float16: -10, torch.bfloat16: -7, torch.float32: -20}[shape.dtype]
-    for number, tokens in zip(range(load.rounds), itertools.cycle(_sizes(shape, n, width, load)), strict=False):
+    sizes = _sizes(shape, n, width, load)
+    replayed = _replayed_rounds(transport, shape, load, device)
+    replays = [_Replayed(device) for _ in range(shape.channels)]
+    for number in range(load.rounds + len(replayed)):
+        tokens = sizes[1] if number in replayed else sizes[number % len(sizes)]
         generator = torch.Generator().manual_seed(number)
         outs = torch.randn(n, tokens, shape.num_heads, width, generator=generator).to(shape.dtype)
         lses = torch.randn(n, tokens, shape.num_heads, generator=generator)
         lses[torch.rand(lses.shape, generator=generator) < 0.1] = -torch.inf
         outs[lses == -torch.inf] = torch.nan
-        out, lse = transport.fused_merge(
-            outs[group.rank].to(device), lses[group.rank].to(device), number % shape.channels
-        )
+        channel = number % shape.channels
+        run: _Run = _eagerly
+        if number in replayed:
+            channel, turn = divmod(number - load.rounds, _REPLAYED)
+            if turn != _EAGER_TURN:
+                run = replays[channel]
+        mine = outs[group.rank].to(device), lses[group.rank].to(device)
+        out, lse = run(functools.partial(_fused, transport, channel), *mine)
+        _arrived(transport, channel, device)
         want_out, want_lse = merge_partials(outs, lses, lse_base=shape.lse_base, scatter=shape.scatter)
         for what, got, want in (("out", out, want_out[group.rank]), ("lse", lse, want_lse[group.rank])):
             got = got.cpu().double().reshape(want.shape)
@@ -263,3 +332,7 @@ def _check_merges(transport: MergeTransport, group: Group, shape: MergeShape, lo
                     f"rank {group.rank}, round {number}: merged {what} at {place} is {float(got[place])}, the oracle "
                     f"says {float(want[place])}; {int((~close).sum())} of {close.numel()} are wrong"
                 )
+
+
+def _fused(transport: MergeTransport, channel: int, out: torch.Tensor, lse: torch.Tensor) -> Any:
+    return transport.fused_merge(out, lse, channel)

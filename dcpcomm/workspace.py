@@ -58,7 +58,8 @@ def wire_bytes(shape: MergeShape, world_size: int, tokens: int, width: int) -> i
 
 
 def plan(shape: MergeShape, world_size: int) -> WorkspacePlan:
-    """The framework's own buffers on each rank: per channel, N blocks to send and N blocks to receive.
+    """The framework's own buffers on each rank: per channel, N blocks to send, N blocks to receive, and a count of
+    calls.
 
     Raises:
         ShapeError: the heads don't divide over `world_size` ranks.
@@ -72,6 +73,8 @@ def plan(shape: MergeShape, world_size: int) -> WorkspacePlan:
             for what in ("send", "recv"):
                 regions.append(Region(f"{what}[{channel}]", offset, nbytes))
                 offset += nbytes
+        regions.append(Region("ordinals", offset, aligned(8 * shape.channels)))
+        offset += regions[-1].nbytes
     return WorkspacePlan(regions, offset)
 
 
@@ -84,10 +87,11 @@ class Workspace:
         self.device = device
 
     def regions(self) -> dict[str, torch.Tensor]:
-        """uint8 by name, "send[0]", "recv[0]", ...: one pair for each channel."""
+        """uint8 by name: "send[0]", "recv[0]", ..., a pair for each channel, and "ordinals", zeroed at first."""
         if self.memory is None:
             with torch.inference_mode(False):  # an inference tensor could not be written outside of inference mode
                 self.memory = torch.empty(self.plan.total, dtype=torch.uint8, device=self.device)
+                self.plan.region("ordinals").of(self.memory).zero_()
         memory = self.memory
         return {region.name: region.of(memory) for region in self.plan.regions}
 

@@ -17,6 +17,8 @@ from dcpcomm.cli.terminal import stdout_kept_clean
 if TYPE_CHECKING:
     from dcpcomm.testing.conformance import Report, Result
 
+from dcpcomm.cli.shape import Device
+
 __all__ = ["conformance"]
 
 #: The fewest that show a wrong order of sources.
@@ -31,6 +33,7 @@ def conformance(
         str | None, typer.Option(help="Only cases of this name: a part of one, or with wildcards (width-*).")
     ] = None,
     seed: Annotated[int | None, typer.Option(help="Of the data, to repeat a report's; default: a fresh one.")] = None,
+    device: Device = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON to standard output.")] = False,
 ) -> None:
     """Run the conformance suite on a transport: does it do what every transport must do?
@@ -54,7 +57,7 @@ def conformance(
     if (":" in name or "." in name) and os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # as for `python -m`: a transport under development is no installed package
     with stdout_kept_clean(), _progress(len(cases)) as on_result:
-        report = run_conformance(name, ranks=(ranks,), cases=cases, seed=seed, on_result=on_result)
+        report = run_conformance(name, ranks=(ranks,), cases=cases, seed=seed, device=device, on_result=on_result)
     if junit is not None:
         junit.write_text(report.to_junit(), encoding="utf-8")
     if as_json:

@@ -5,13 +5,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from dcpcomm.combine.wire import Header, WireViews
-from dcpcomm.rows import RowCounts
+from dcpcomm.rows import RowCounts, clean_lse
 from dcpcomm.transport import MergeShape
 
-__all__ = ["Engine", "Layout", "PackedCall", "Partials", "by_destination", "cpu_engine_in_words", "engine_for"]
+__all__ = ["Engine", "Failure", "Layout", "PackedCall", "Partials", "by_destination", "engine_for", "engine_in_words"]
 
 
 class Partials(NamedTuple):
@@ -26,6 +27,11 @@ class Partials(NamedTuple):
     out: torch.Tensor
     lse: torch.Tensor
     counts: RowCounts | None
+
+    def cleaned(self) -> Partials:
+        """The same with a float32 LSE that says by -inf, and nothing else, which rows are empty."""
+        empty = None if self.counts is None else self.counts.empty(len(self.out))
+        return Partials(self.out, clean_lse(self.lse, empty), None)
 
     def part(self, scatter: str, world_size: int, start: int, t: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Views `[N, t, h, D]` and `[N, t, h]`, destination first, of `t` rows of the result from `start` on."""
@@ -87,6 +93,10 @@ class PackedCall(ABC):
         """
 
     @abstractmethod
+    def call_off(self, header: Header) -> None:
+        """Write the headers alone: this rank has no rows to send."""
+
+    @abstractmethod
     def combine(
         self, partials: Partials, start: int, header: Header, out: torch.Tensor, out_lse: torch.Tensor | None
     ) -> bool:
@@ -94,19 +104,34 @@ class PackedCall(ABC):
         `out_lse [t, h]` (contiguous).
 
         Returns:
-            False where a peer's header isn't `header`: nothing was written. On a GPU always True: it can't be known
-            yet (`Engine.failure`).
+            False where a peer's header isn't `header`: nothing was written. On a GPU always True: it isn't known yet,
+            and then everything is NaN (`Engine.failure`).
         """
+
+
+class Failure(NamedTuple):
+    """Headers that didn't fit, as a GPU noted them.
+
+    Attributes:
+        mine: this rank's.
+        came: `[N, 4]` int64, by source.
+    """
+
+    mine: Header
+    came: np.ndarray
 
 
 class Engine(ABC):
     """Pack and combine on one device.
 
     Attributes:
+        ordinals: int64 by channel on the device, where an engine counts calls there; set before the first `reset`, None
+            where no transport in use packs.
         reads_counts: whether a `PackedCall` reads `Partials.counts` itself; else the LSE comes with -inf in empty rows.
     """
 
     reads_counts = False
+    ordinals: torch.Tensor | None = None
 
     def __init__(self, shape: MergeShape, rank: int, world_size: int) -> None:
         self.shape, self.rank, self.world_size = shape, rank, world_size
@@ -117,7 +142,7 @@ class Engine(ABC):
         """What merges are combined by, in words."""
 
     @abstractmethod
-    def packed_call(self, layout: Layout, send: WireViews, recv: WireViews) -> PackedCall:
+    def packed_call(self, channel: int, layout: Layout, send: WireViews, recv: WireViews) -> PackedCall:
         """What packs into `send` and combines from `recv`."""
 
     @abstractmethod
@@ -126,18 +151,43 @@ class Engine(ABC):
         `out_lse [t, h]`.
         """
 
+    def failure(self, channel: int) -> Failure | None:
+        """The first headers that didn't fit since the channel was made or `settle` was called; None on CPU, where
+        `PackedCall.combine` says so at once. No wait for the device.
+        """
+        return None
+
+    def settle(self, channel: int) -> None:  # noqa: B027
+        """Forget the failure: it has been told."""
+
+    def finish(self) -> None:  # noqa: B027
+        """Wait until this rank's calls have ended on the device."""
+
+    def reset(self) -> None:  # noqa: B027
+        """Every channel begins again, with no call in flight. Must not wait for more than the current stream: in a
+        process of several ranks another's call may be waiting for this one's.
+        """
+
 
 def engine_for(shape: MergeShape, rank: int, world_size: int, device: torch.device) -> Engine:
     """The engine that merges of `shape` on `device` use."""
-    from dcpcomm.combine import native, torch_engine
+    from dcpcomm.combine import cuda_engine, native, torch_cuda, torch_engine
 
-    if device.type == "cpu" and native.library is not None:
+    if device.type == "cuda":
+        kernels = cuda_engine.kernels_for(device, shape.dtype, world_size)
+        if kernels is None:
+            return torch_cuda.TorchCudaEngine(shape, rank, world_size, device)
+        return cuda_engine.CudaEngine(shape, rank, world_size, kernels)
+    if native.library is not None:
         return native.NativeEngine(shape, rank, world_size)
     return torch_engine.TorchEngine(shape, rank, world_size)
 
 
-def cpu_engine_in_words() -> str:
-    """What merges on CPU are combined by here: the same on every rank, or their results may differ in a bit."""
-    from dcpcomm.combine import native, torch_engine
+def engine_in_words(device: torch.device, dtype: torch.dtype, world_size: int) -> str:
+    """What merges are combined by here: the same on every rank, or their results may differ in a bit."""
+    from dcpcomm.combine import cuda_engine, native, torch_engine
 
+    if device.type == "cuda":
+        kernels = cuda_engine.kernels_for(device, dtype, world_size)
+        return cuda_engine.WORDS if kernels is not None else torch_engine.WORDS
     return torch_engine.WORDS if native.library is None else native.WORDS

@@ -20,14 +20,9 @@ from dcpcomm.group import Group
 from dcpcomm.transport import MergeShape, PeerBuffers
 from dcpcomm.workspace import ALIGNMENT, block_capacity
 
-__all__ = ["HostPut", "slots_bytes"]
+__all__ = ["HostPut"]
 
 _SLOTS = 2
-
-
-def slots_bytes(shape: MergeShape, world_size: int) -> int:
-    """Bytes of one rank's memory: per channel, slot and source one block and one flag on a line of its own."""
-    return shape.channels * _SLOTS * world_size * (block_capacity(shape, world_size) + ALIGNMENT)
 
 
 class HostPut:
@@ -48,7 +43,7 @@ class HostPut:
         self._unread = [False] * shape.channels  # whether the peers' rows of the last call were waited for
         self._peers = group.peers
 
-    def exchange(self, send: torch.Tensor, channel: int) -> torch.Tensor:
+    def exchange(self, send: torch.Tensor, channel: int, recv: torch.Tensor | None = None) -> torch.Tensor:
         """Put `send [N, 1 + R, W]`; what came, the same shape, in place until the next call but one."""
         started = time.monotonic()
         slot, epoch = self._put(send, channel, started)
@@ -63,6 +58,9 @@ class HostPut:
         """Put headers alone. Waits only where the call before was called off as well."""
         self._put(send, channel, time.monotonic())
         self._unread[channel] = True
+
+    def check(self, channel: int) -> None:
+        """Nothing is left to tell: `exchange` waits."""
 
     def _put(self, send: torch.Tensor, channel: int, started: float) -> tuple[int, int]:
         for peer in self._peers:

@@ -71,7 +71,7 @@ class NativeEngine(Engine):
     def words(self) -> str:
         return WORDS
 
-    def packed_call(self, layout: Layout, send: WireViews, recv: WireViews) -> PackedCall:
+    def packed_call(self, channel: int, layout: Layout, send: WireViews, recv: WireViews) -> PackedCall:
         if layout.out[-1] == 1:
             return _NativeCall(self, layout, send, recv)
         heads, width = self.shape.num_heads, layout.width
@@ -128,6 +128,9 @@ class _NativeCall(PackedCall):
             _Words(*header.words()),
         )
 
+    def call_off(self, header: Header) -> None:
+        self._alive[0].words[:] = header.words()
+
     def combine(
         self, partials: Partials, start: int, header: Header, out: torch.Tensor, out_lse: torch.Tensor | None
     ) -> bool:
@@ -160,6 +163,9 @@ class _CopiedCall(PackedCall):
 
     def pack(self, partials: Partials, start: int, header: Header) -> None:
         self._call.pack(partials._replace(out=partials.out.contiguous()), start, header)
+
+    def call_off(self, header: Header) -> None:
+        self._call.call_off(header)
 
     def combine(
         self, partials: Partials, start: int, header: Header, out: torch.Tensor, out_lse: torch.Tensor | None

@@ -14,12 +14,12 @@ import torch
 
 from dcpcomm.combine.engine import Engine, Layout, PackedCall, Partials
 from dcpcomm.combine.wire import Header, WireViews
+from dcpcomm.rows import clean_lse
 
-__all__ = ["WORDS", "TorchCall", "TorchEngine", "clean_lse", "combine"]
+__all__ = ["WORDS", "TorchCall", "TorchEngine", "combine", "write_result"]
 
-WORDS = "torch operations (native.c was not compiled)"
+WORDS = "torch operations (nothing compiled is there)"
 
-_INF = math.inf
 _LOG2E = math.log2(math.e)
 _LOWEST = torch.finfo(torch.float32).min
 
@@ -31,11 +31,11 @@ class TorchEngine(Engine):
     def words(self) -> str:
         return WORDS
 
-    def packed_call(self, layout: Layout, send: WireViews, recv: WireViews) -> PackedCall:
+    def packed_call(self, channel: int, layout: Layout, send: WireViews, recv: WireViews) -> PackedCall:
         return TorchCall(self, send, recv)
 
     def combine(self, rows: torch.Tensor, lses: torch.Tensor, out: torch.Tensor, out_lse: torch.Tensor | None) -> None:
-        _into(combine(list(rows), list(lses), self.shape.lse_base, out_lse is not None), out, out_lse)
+        write_result(combine(list(rows), list(lses), self.shape.lse_base, out_lse is not None), out, out_lse)
 
 
 class TorchCall(PackedCall):
@@ -44,45 +44,48 @@ class TorchCall(PackedCall):
     def __init__(self, engine: Engine, send: WireViews, recv: WireViews) -> None:
         self._engine, self._send, self._recv = engine, send, recv
 
+    def call_off(self, header: Header) -> None:
+        self._send.words[:] = header.words()
+
     def pack(self, partials: Partials, start: int, header: Header) -> None:
+        self._send.words[:] = header.words()
+        self._pack_rows(partials, start)
+
+    def combine(
+        self, partials: Partials, start: int, header: Header, out: torch.Tensor, out_lse: torch.Tensor | None
+    ) -> bool:
+        rank, words = self._engine.rank, header.words()
+        if any(tuple(theirs) != words for source, theirs in enumerate(self._recv.words.tolist()) if source != rank):
+            return False
+        write_result(self._merged(partials, start, out_lse is not None), out, out_lse)
+        return True
+
+    def _pack_rows(self, partials: Partials, start: int) -> None:
         out, lse = self._part(partials, start)
         rank, send = self._engine.rank, self._send
-        send.words[:] = header.words()
         for others in (slice(0, rank), slice(rank + 1, None)):
             if len(out[others]):
                 send.payload[others].copy_(out[others])
                 send.lse[others].copy_(lse[others])
 
-    def combine(
-        self, partials: Partials, start: int, header: Header, out: torch.Tensor, out_lse: torch.Tensor | None
-    ) -> bool:
-        rank, recv, words = self._engine.rank, self._recv, header.words()
-        if any(tuple(theirs) != words for source, theirs in enumerate(recv.words.tolist()) if source != rank):
-            return False
+    def _merged(self, partials: Partials, start: int, want_lse: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
         own, own_lse = self._part(partials, start)
-        rows, lses = list(recv.payload), list(recv.lse)
+        rank, rows, lses = self._engine.rank, list(self._recv.payload), list(self._recv.lse)
         rows[rank], lses[rank] = own[rank], own_lse[rank]
-        _into(combine(rows, lses, self._engine.shape.lse_base, out_lse is not None), out, out_lse)
-        return True
+        return combine(rows, lses, self._engine.shape.lse_base, want_lse)
 
     def _part(self, partials: Partials, start: int) -> tuple[torch.Tensor, torch.Tensor]:
         t = self._send.payload.shape[1]
         return partials.part(self._engine.shape.scatter, self._engine.world_size, start, t)
 
 
-def _into(merged: tuple[torch.Tensor, torch.Tensor | None], out: torch.Tensor, out_lse: torch.Tensor | None) -> None:
+def write_result(
+    merged: tuple[torch.Tensor, torch.Tensor | None], out: torch.Tensor, out_lse: torch.Tensor | None
+) -> None:
+    """Copy a merged result to where it belongs; `out_lse` None where it isn't wanted."""
     out.copy_(merged[0])
     if out_lse is not None and merged[1] is not None:
         out_lse.copy_(merged[1])
-
-
-def clean_lse(partial_lse: torch.Tensor, empty: torch.Tensor | None) -> torch.Tensor:
-    """The LSE as float32, -inf wherever the partial must not count: NaN, +inf, or `[B, H]` in an `empty` row, `[B]`."""
-    lse = partial_lse.float()
-    keep = lse < _INF  # false for NaN too
-    if empty is not None:
-        keep &= ~empty.unsqueeze(-1)
-    return torch.where(keep, lse, -_INF)
 
 
 def combine(

@@ -115,12 +115,13 @@ class WireViews:
         blocks: the buffer itself.
         payload: `[N, t, h, D]` in the partials' dtype.
         lse: `[N, t, h]` float32.
-        words: `[N, 4]` int64, the headers, as a numpy view (CPU).
+        headers: `[N, 4]` int64.
+        words: the same as a numpy view; of nothing where the buffer isn't on CPU.
         address, block_stride, pitch, lse_at: where block 0 begins, and bytes from block to block, from row to row, and
             from a row's begin to its LSE.
     """
 
-    __slots__ = ("address", "block_stride", "blocks", "lse", "lse_at", "payload", "pitch", "words")
+    __slots__ = ("address", "block_stride", "blocks", "headers", "lse", "lse_at", "payload", "pitch", "words")
 
     def __init__(self, blocks: torch.Tensor, t: int, h: int, width: int, dtype: torch.dtype) -> None:
         self.lse_at = lse_at = payload_bytes(width, dtype.itemsize)
@@ -129,4 +130,5 @@ class WireViews:
         self.block_stride, self.pitch, _ = blocks.stride()
         self.payload = blocks[:, 1:, : width * dtype.itemsize].view(dtype).unflatten(1, (t, h))
         self.lse = blocks[:, 1:, lse_at : lse_at + 4].view(torch.float32).squeeze(-1).unflatten(1, (t, h))
-        self.words: np.ndarray = blocks[:, 0, : 8 * HEADER_WORDS].view(torch.int64).numpy()
+        self.headers = blocks[:, 0, : 8 * HEADER_WORDS].view(torch.int64)
+        self.words: np.ndarray = self.headers.numpy() if blocks.is_cpu else np.empty((0, HEADER_WORDS), np.int64)

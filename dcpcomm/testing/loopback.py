@@ -4,6 +4,8 @@ tests.
 
 from __future__ import annotations
 
+import contextlib
+import os
 import queue
 import threading
 import time
@@ -12,11 +14,34 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from dcpcomm.launch import RankFailed, failure_of
 
-__all__ = ["LoopbackRank", "LoopbackWorld"]
+__all__ = ["LoopbackRank", "LoopbackWorld", "provided_stream", "separate_queues"]
+
+
+def separate_queues() -> None:
+    """Give every stream a queue of the GPU of its own, if CUDA hasn't started yet.
+
+    Kernels of one rank wait for another's, which must not stand behind them.
+    """
+    if torch.version.cuda and not torch.cuda.is_initialized():
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+
+
+def provided_stream() -> torch.cuda.Stream:
+    """A stream of the current device for which torch's allocator holds some memory.
+
+    To get more from the driver waits for the device, and so for kernels of other ranks that wait for this one's.
+    """
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream), torch.inference_mode(False):
+        held = [torch.empty(1 << 26, dtype=torch.uint8, device=stream.device)]
+        held += [torch.empty(1 << 19, dtype=torch.uint8, device=stream.device) for _ in range(32)]
+        del held
+    return stream
 
 
 class LoopbackRank:
@@ -34,7 +59,8 @@ class LoopbackRank:
 
 
 class LoopbackWorld:
-    """N virtual ranks.
+    """N virtual ranks. Where there is a GPU, each has a stream of its own on the device that is current when the world
+    is made.
 
     Example:
         def step(group):
@@ -48,6 +74,8 @@ class LoopbackWorld:
         if size < 1:
             raise ValueError(f"size={size}; expected at least 1 rank")
         self.size = size
+        separate_queues()
+        self._streams = [provided_stream() for _ in range(size)] if torch.cuda.is_available() else []
         self.store = dist.HashStore()
         self.groups = [LoopbackRank(self, rank) for rank in range(size)]
         self._offices: dict[str, Office] = {}
@@ -80,10 +108,12 @@ class LoopbackWorld:
 
         def body(rank: int) -> None:
             try:
-                results[rank] = fn(self.groups[rank], *args)
+                with self._on_stream(rank):
+                    results[rank] = fn(self.groups[rank], *args)
             except BaseException as error:
                 errors[rank] = (error, traceback.format_exc())
 
+        self._join_streams(before=True)
         threads = [
             threading.Thread(target=body, args=(rank,), daemon=True, name=f"rank {rank}") for rank in range(self.size)
         ]
@@ -95,9 +125,20 @@ class LoopbackWorld:
         late = tuple(rank for rank, thread in enumerate(threads) if thread.is_alive())
         if late:
             raise RankFailed(f"rank {', '.join(map(str, late))} did not return within {timeout_s:g} s", late)
+        self._join_streams(before=False)
         if errors:
             raise failure_of(dict(errors), getattr(fn, "__qualname__", repr(fn)))
         return results
+
+    def _on_stream(self, rank: int) -> contextlib.AbstractContextManager[Any]:
+        return torch.cuda.stream(self._streams[rank]) if self._streams else contextlib.nullcontext()
+
+    def _join_streams(self, before: bool) -> None:
+        """What the caller did comes before what the ranks do, and what they did before what the caller does."""
+        for stream in self._streams:
+            outer = torch.cuda.current_stream(stream.device)
+            first, then = (outer, stream) if before else (stream, outer)
+            then.wait_stream(first)
 
 
 class Office(defaultdict[tuple[int, int, int], "queue.SimpleQueue[Any]"]):

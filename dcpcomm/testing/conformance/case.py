@@ -17,7 +17,6 @@ __all__ = [
     "Case",
     "Claim",
     "NotHere",
-    "bit_equal",
     "every_transport",
     "keeps_deadlines",
     "ragged",
@@ -55,13 +54,6 @@ class Carries:
 
 def repeatable(scene: Scene) -> str:
     return "" if scene.capabilities.deterministic else "deterministic=False"
-
-
-def bit_equal(scene: Scene) -> str:
-    """The same arithmetic as the torch engine; on other devices than CPU that engine isn't the canonical one."""
-    if scene.device != "cpu":
-        return f"the merge is on {scene.device}; loopback's is on CPU, and they agree only to one ulp"
-    return repeatable(scene)
 
 
 def works_in_graphs(scene: Scene) -> str:

@@ -10,7 +10,7 @@ from dcpcomm.registry import load_transport
 from dcpcomm.testing.conformance.case import Case, keeps_deadlines, ragged, sends_headers
 from dcpcomm.testing.conformance.judging import expect_raised, judge_merge
 from dcpcomm.testing.conformance.partials import Partials
-from dcpcomm.testing.conformance.rank import Rank
+from dcpcomm.testing.conformance.rank import Rank, fetched
 from dcpcomm.testing.conformance.scene import Scene
 
 __all__ = ["LIFE"]
@@ -33,7 +33,9 @@ def cut(partials: Partials, b: int) -> Partials:
 def merge(at: Rank, merger: Any, b: int, **keywords: Any) -> Any:
     """(out, lse) of the first `b` rows, on this machine's CPU."""
     merged = merger.merge(*at.mine(cut(rows(at.scene), b)), return_lse=True, **keywords)
-    return tuple(t.cpu().clone() for t in merged)
+    merged = fetched(*merged)
+    merger.check()  # what a GPU has found out by now
+    return merged
 
 
 def judge_good(scene: Scene, got: list[Any], b: int, what: str) -> None:
@@ -82,13 +84,14 @@ def wrong_on_one(at: Rank) -> Any:
     with at.merger(at.scene.shape(), None if tells else SHORT_S) as merger:
         good = merge(at, merger, 5)
         out, lse = at.mine(cut(rows(at.scene), 5))
+        at.meet()
         for raised_first in (False, True):
             if at.rank == 0:
                 met.append(at.attempt(merger.merge, out, lse.double()))
             if raised_first:
                 at.meet()
             if at.rank != 0:
-                met.append(at.attempt(merger.merge, out, lse))
+                met.append(at.attempt(merge, at, merger, 5))
             if not tells:  # they were left to their deadline, and the channel is spent
                 at.meet()
                 merger.reset()

@@ -10,7 +10,7 @@ import torch
 from dcpcomm.testing.conformance.case import Carries, Case, Claim, every_transport
 from dcpcomm.testing.conformance.judging import JudgedBy, judge_merge, judge_script, same_bits
 from dcpcomm.testing.conformance.partials import INF, NAN, Partials
-from dcpcomm.testing.conformance.rank import Call, Played, Rank, Script
+from dcpcomm.testing.conformance.rank import Call, Played, Rank, Script, fetched
 from dcpcomm.testing.conformance.scene import Scene
 
 __all__ = ["NUMBERS"]
@@ -128,7 +128,7 @@ def chain(base: str, at: Rank) -> list[tuple[torch.Tensor, torch.Tensor]]:
         if at.rank > 1:
             out, lse = out.fill_(NAN), lse.fill_(-INF)
         merged, merged_lse = merger.merge(out, lse, return_lse=True)
-    return [(merged.cpu().clone(), merged_lse.cpu().clone())]
+    return [fetched(merged, merged_lse)]
 
 
 def judge_chain(base: str, scene: Scene, got: list[Any]) -> None:

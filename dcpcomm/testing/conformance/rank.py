@@ -17,7 +17,7 @@ from dcpcomm.testing.conformance.partials import LAYOUTS, NAN, Partials
 from dcpcomm.testing.conformance.scene import Scene
 from dcpcomm.transport import MergeShape
 
-__all__ = ["Answer", "Call", "Played", "Raised", "Rank", "Script", "answer", "play"]
+__all__ = ["Answer", "Call", "Played", "Raised", "Rank", "Script", "answer", "fetched", "play", "settle"]
 
 
 @dataclass(frozen=True)
@@ -79,6 +79,7 @@ class Rank:
 
     def mine(self, partials: Partials, layout: str = "contiguous", lse_layout: str = "contiguous") -> Any:
         """(partial_out, partial_lse) of this rank, copies."""
+        settle(self.device)
         out = LAYOUTS[layout](partials.outs[self.rank].to(self.device))
         return out, LAYOUTS[lse_layout](partials.lses[self.rank].to(self.device))
 
@@ -170,9 +171,24 @@ def play(at: Rank, script: Script) -> list[tuple[torch.Tensor, torch.Tensor]]:
             if script.overwrite:
                 out.fill_(NAN)
                 lse.fill_(NAN)
-            results.append((merged.cpu().clone(), merged_lse.cpu().clone()))
+            results.append((merged.clone(), merged_lse.clone()))
+        settle(at.device)
         merger.check()
-    return results
+    return [fetched(*one) for one in results]
+
+
+def settle(device: torch.device) -> None:
+    """On a GPU, wait for the current stream. Before a copy from or to the host: the driver would wait in it, and keep
+    other ranks of this process from launching what is waited for.
+    """
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+
+
+def fetched(*tensors: torch.Tensor) -> Any:
+    """Copies on CPU."""
+    settle(tensors[0].device)
+    return tuple(one.cpu().clone() for one in tensors)
 
 
 def answer(case: Case, at: Rank) -> Answer:

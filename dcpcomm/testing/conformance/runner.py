@@ -29,6 +29,7 @@ from dcpcomm.testing.conformance.rank import Answer
 from dcpcomm.testing.conformance.report import Outcome, Report, Result
 from dcpcomm.testing.conformance.scene import Scene
 from dcpcomm.testing.conformance.world import Processes, Threads, World
+from dcpcomm.testing.loopback import separate_queues
 from dcpcomm.topology import local_facts
 from dcpcomm.transport import MergeTransport
 
@@ -51,6 +52,7 @@ def run_conformance(
     cases: Iterable[Case] | None = None,
     config: Mapping[str, Any] | None = None,
     seed: int | None = None,
+    device: str | None = None,
     on_result: Callable[[Result], None] | None = None,
 ) -> Report:
     """Hold a transport to the contract, on this machine.
@@ -63,13 +65,14 @@ def run_conformance(
         cases: all of `CASES` by default.
         config: keys of a merger's configuration, the transport's options say; `transport` is set here.
         seed: of the data; fresh in every run by default, and in the report.
+        device: "cpu" or "cuda"; by default cuda, where there is one and the transport works there.
         on_result: called after each case.
 
     Raises:
         ConfigError: no such transport, or arguments that make no sense.
         TransportUnavailable: it can't be loaded, or can't work on this machine; with the reason.
     """
-    with ConformanceRun(transport, ranks=ranks, world=world, config=config, seed=seed) as run:
+    with ConformanceRun(transport, ranks=ranks, world=world, config=config, seed=seed, device=device) as run:
         chosen = CASES if cases is None else tuple(cases)
         for size in run.ranks:
             unusable = ""
@@ -101,6 +104,7 @@ class ConformanceRun:
         world: WorldName = "auto",
         config: Mapping[str, Any] | None = None,
         seed: int | None = None,
+        device: str | None = None,
     ) -> None:
         self.ranks = tuple(ranks)
         if not self.ranks or min(self.ranks) < 2:
@@ -108,9 +112,10 @@ class ConformanceRun:
         if world not in ("auto", "processes", "threads"):
             raise ConfigError(f"world={world!r}; expected 'auto', 'processes' or 'threads'")
         name, path, self._registered_here = _registered(transport)
+        separate_queues()  # before anything starts CUDA
         try:
             self._cls = load_transport(name)
-            self._device = _device(self._cls)
+            self._device = _device(self._cls, device)
             self._config = {"verify": {"level": "quick"}, **(config or {}), "transport": name}
             chosen = _world_of(self._cls, max(self.ranks), self._device) if world == "auto" else world
             if chosen == "processes" and path is not None and "<" in path:
@@ -250,16 +255,16 @@ def _imported(path: str) -> Any:
         ) from error
 
 
-def _device(cls: type[MergeTransport]) -> str:
-    """CPU where the transport works there: everybody has one."""
+def _device(cls: type[MergeTransport], asked_for: str | None) -> str:
+    here = ["cuda", "cpu"] if torch.cuda.is_available() else ["cpu"]
     devices = cls.capabilities.devices
-    if "cpu" in devices:
-        return "cpu"
-    if "cuda" in devices and torch.cuda.is_available():
-        return "cuda"
+    for device in here if asked_for is None else [asked_for]:
+        if device in devices and device in here:
+            return device
     raise TransportUnavailable(
-        f"transport {cls.name!r} works on {', '.join(devices)}, which this machine lacks; run its conformance where "
-        "it has one"
+        f"transport {cls.name!r} works on {', '.join(devices)}; this machine has {' and '.join(here)}"
+        + (f", and {asked_for!r} was asked for" if asked_for is not None else "")
+        + "; run its conformance where it has one"
     )
 
 

@@ -39,6 +39,7 @@ class TransportConformance:
     cases: ClassVar[Sequence[Case]] = CASES
     config: ClassVar[Mapping[str, Any]] = {}
     seed: ClassVar[int | None] = None
+    device: ClassVar[str | None] = None
 
     _run: ClassVar[ConformanceRun | None] = None
 
@@ -50,7 +51,9 @@ class TransportConformance:
 
     @classmethod
     def setup_class(cls) -> None:
-        cls._run = ConformanceRun(cls.transport, ranks=cls.ranks, world=cls.world, config=cls.config, seed=cls.seed)
+        cls._run = ConformanceRun(
+            cls.transport, ranks=cls.ranks, world=cls.world, config=cls.config, seed=cls.seed, device=cls.device
+        )
 
     @classmethod
     def teardown_class(cls) -> None:

@@ -1,0 +1,27 @@
+"""Capture into a CUDA graph without waiting for the device: other ranks of this process may be in mid-call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+__all__ = ["captured"]
+
+
+def captured(step: Callable[[], Any], device: torch.device) -> Any:
+    """A `torch.cuda.CUDAGraph` of what `step` puts on the current stream.
+
+    Only this thread must keep from what a capture forbids.
+    """
+    graph, stream, outer = torch.cuda.CUDAGraph(), torch.cuda.Stream(device), torch.cuda.current_stream(device)
+    stream.wait_stream(outer)
+    with torch.cuda.stream(stream):
+        graph.capture_begin(capture_error_mode="thread_local")
+        try:
+            step()
+        finally:
+            graph.capture_end()
+    outer.wait_stream(stream)
+    return graph
