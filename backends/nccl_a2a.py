@@ -1,0 +1,58 @@
+"""`nccl_a2a`: rows and LSE in one message per peer, by one NCCL all-to-all on the current stream. Any GPUs."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+
+from dcpcomm.backends.nccl_groups import check_nccl, gpu_card, nccl_groups
+from dcpcomm.topology import Facts
+from dcpcomm.transport import Capabilities, MergeTransport, Verdict
+
+__all__ = ["NcclA2A"]
+
+_KNOWN = 1024
+
+
+class NcclA2A(MergeTransport):
+    """One `all_to_all_single` of the packed blocks, over communicators of its own."""
+
+    name: ClassVar[str] = "nccl_a2a"
+    capabilities: ClassVar[Capabilities] = Capabilities(
+        devices=("cuda",), multi_host=True, graph_capturable=True, deterministic=True
+    )
+
+    _groups: tuple[Any, ...] = ()
+
+    @classmethod
+    def check(cls, facts: Facts) -> Verdict:
+        return check_nccl(facts)
+
+    def prepare(self) -> bytes:
+        self._flat: dict[tuple[int, int, torch.Size], tuple[torch.Tensor, torch.Tensor]] = {}
+        self._options = dist.AllToAllOptions()
+        if hasattr(self._options, "asyncOp"):
+            self._options.asyncOp = False  # on the current stream itself: no stream of NCCL's to wait for
+        return gpu_card(self.group)
+
+    def connect(self, peers: list[bytes]) -> None:
+        self._groups = tuple(nccl_groups(self.group, self.shape.channels, peers))
+
+    def exchange(self, send: torch.Tensor, channel: int, recv: torch.Tensor | None = None) -> torch.Tensor:
+        assert recv is not None
+        key = send.data_ptr(), recv.data_ptr(), send.shape
+        found = self._flat.get(key)
+        if found is None:
+            if len(self._flat) >= _KNOWN:
+                self._flat.clear()
+            found = self._flat[key] = recv.view(-1), send.view(-1)
+        work = self._groups[channel].alltoall_base(*found, [], [], self._options)
+        if work is not None:
+            work.wait()
+        return recv
+
+    def close(self) -> None:
+        # Dropped, not shut down: that would wait for peers, and one of them may be gone.
+        self._groups, self._flat = (), {}

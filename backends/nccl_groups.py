@@ -1,0 +1,73 @@
+"""NCCL process groups of a transport's own, one per channel: what both NCCL transports stand on."""
+
+from __future__ import annotations
+
+import json
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dcpcomm.errors import TransportUnavailable
+from dcpcomm.group import Group
+from dcpcomm.topology import Facts
+from dcpcomm.transport import Verdict
+
+__all__ = ["check_nccl", "gpu_card", "nccl_groups"]
+
+_NO_DEADLINE_S = 365 * 86400.0
+
+
+def check_nccl(facts: Facts) -> Verdict:
+    """Whether this process could use NCCL at all."""
+    if not dist.is_available() or not dist.is_nccl_available():
+        return Verdict(False, "this build of torch has no NCCL", "install a CUDA build of torch")
+    if facts.place == "loopback":
+        return Verdict(
+            False, "the ranks are threads of one process; NCCL wants a process for each", "use loopback_peer"
+        )
+    return Verdict(True)
+
+
+def gpu_card(group: Group) -> bytes:
+    """What the peers must know of this rank's GPU, for `nccl_groups`."""
+    uuid = str(torch.cuda.get_device_properties(group.device).uuid)
+    return json.dumps({"gpu": uuid, "nccl": list(torch.cuda.nccl.version())}).encode()
+
+
+def nccl_groups(group: Group, channels: int, cards: list[bytes]) -> list[Any]:
+    """Connected NCCL groups, by channel. Collective over `group`.
+
+    Channels don't share one: two of them may be entered in opposite order on two ranks.
+
+    Raises:
+        TransportUnavailable: two ranks sit on one GPU, or their NCCL differs.
+    """
+    told = [json.loads(card) for card in cards]
+    for rank, card in enumerate(told):
+        first = next(other for other, one in enumerate(told) if one["gpu"] == card["gpu"])
+        if first != rank:
+            raise TransportUnavailable(
+                f"ranks {first} and {rank} are both on GPU {card['gpu']}; NCCL wants a GPU for each rank: give every "
+                "process its own (CUDA_VISIBLE_DEVICES, or device=)"
+            )
+        if card["nccl"] != told[0]["nccl"]:
+            raise TransportUnavailable(
+                f"rank 0 has NCCL {told[0]['nccl']} and rank {rank} has {card['nccl']}; install the same on both"
+            )
+    limit = group.exchange_timeout_s
+    made = []
+    with torch.cuda.device(group.device):
+        for channel in range(channels):
+            options = dist.ProcessGroupNCCL.Options()
+            # Past it NCCL's own watchdog ends this process: a kernel that waits in NCCL can't be interrupted.
+            options._timeout = timedelta(seconds=_NO_DEADLINE_S if limit is None else max(limit, group.timeout_s))
+            nccl: Any = dist.ProcessGroupNCCL(group.store(f"nccl/{channel}"), group.rank, group.size, options)
+            made.append(nccl)
+        for nccl in made:
+            # NCCL connects at the first call, which must not be one in a capture.
+            one = torch.ones(group.size, dtype=torch.uint8, device=group.device)
+            nccl.alltoall_base(torch.empty_like(one), one, [], []).wait()
+        torch.cuda.current_stream(group.device).synchronize()
+    return made
