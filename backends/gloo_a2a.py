@@ -7,6 +7,7 @@ unequal sizes ends the process instead.
 
 from __future__ import annotations
 
+import os
 import re
 import time
 from collections.abc import Sequence
@@ -25,8 +26,8 @@ __all__ = ["GlooA2A"]
 
 _NO_DEADLINE_S = 365 * 86400.0
 _KNOWN = 1024
-#: Bytes from which two ranks of a host send one after the other. Both at once fill each other's receive windows before
-#: either reads, and then wait for a timer of TCP's, milliseconds long.
+#: Bytes from which two ranks of a host without two cores for each send one after the other. Both at once fill each
+#: other's receive windows before either reads, and then wait for a timer of TCP's, milliseconds long.
 _TAKE_TURNS_FROM = 1 << 16
 
 
@@ -56,7 +57,8 @@ class GlooA2A(MergeTransport):
 
     def connect(self, peers: list[bytes]) -> None:
         hosts, rank = self.group.hosts, self.group.rank
-        self._answered = [peer for peer in self._peers if peer < rank and hosts[peer] == hosts[rank]]
+        crowded = _cores() < 2 * hosts.count(hosts[rank])
+        self._answered = [peer for peer in self._peers if crowded and peer < rank and hosts[peer] == hosts[rank]]
         limit = timedelta(seconds=self.group.timeout_s)
         # Gloo closes all connections of a process group when one receive runs into its deadline: one group per channel.
         self._gloo = [
@@ -131,6 +133,11 @@ class GlooA2A(MergeTransport):
                 raise _gone(peer, error) from error
             limit = self.group.exchange_timeout_s
             raise TransportTimeout(f"rank {peer} did not arrive within {limit:g} s", (peer,)) from error
+
+
+def _cores() -> int:
+    """That this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class _Message(NamedTuple):

@@ -246,7 +246,7 @@ def _round_of_blocks(
     _arrived(transport, channel, workspace.device)
     if tuple(arrived.shape) != tuple(send.shape):
         raise _Wrong(f"exchange returned shape {tuple(arrived.shape)}; expected {tuple(send.shape)}")
-    for source in group.peers:
+    for source in sorted(group.peers):
         _compare(arrived[source].reshape(-1), source, group, number, send.shape[2])
 
 

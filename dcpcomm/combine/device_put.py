@@ -91,6 +91,11 @@ class DevicePut:
         text = f"rank {', '.join(map(str, missing))} did not arrive in time in exchange {self._words[channel, 1]}"
         raise TransportTimeout(text, missing)
 
+    @property
+    def given_up(self) -> bool:
+        """Whether an exchange did not end in time: a peer may still store to this rank's memory."""
+        return bool(self._words[:, 0].any())
+
     def _bound(self, send: torch.Tensor, channel: int, recv: torch.Tensor) -> tuple[Launch, Launch, TakeParams]:
         n, rows, width = send.shape
         key = (channel, send.data_ptr(), rows, width, recv.data_ptr(), recv.stride(0))

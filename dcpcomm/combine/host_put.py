@@ -59,6 +59,11 @@ class HostPut:
         self._put(send, channel, time.monotonic())
         self._unread[channel] = True
 
+    @property
+    def given_up(self) -> bool:
+        """Whether a peer may still store to this rank's memory: here, what it stores to is kept by itself."""
+        return False
+
     def check(self, channel: int) -> None:
         """Nothing is left to tell: `exchange` waits."""
 
