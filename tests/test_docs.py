@@ -173,6 +173,11 @@ def test_the_class_of_the_page_has_a_test_for_each_case(plugin: Plugin) -> None:
     assert tests == [case.name for case in CASES]
 
 
+def test_the_tests_of_the_page_that_use_the_fixture_pass(plugin: Plugin) -> None:
+    line = f"{shlex.quote(sys.executable)} -m pytest -q -p no:cacheprovider test_merges.py"
+    assert "2 passed" in plugin.run(line)
+
+
 def test_the_transport_of_the_page_carries_a_merge(plugin: Plugin) -> None:
     (expected,) = re.findall(r"It prints, among other lines, `(.*)`", PLUGIN_PAGE.read_text(encoding="utf-8"))
     assert expected in plugin.run(_command("torchrun"))
