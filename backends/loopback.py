@@ -106,15 +106,16 @@ class LoopbackPeer(PeerMemoryTransport):
 
     @classmethod
     def check(cls, facts: Facts) -> Verdict:
+        verdict = Loopback.check(facts)
         connections = int(os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "8"))
-        if facts.device == "cuda" and connections < 2 * facts.world_size:
+        if verdict.ok and facts.device == "cuda" and connections < 2 * facts.world_size:
             return Verdict(
                 False,
                 f"streams share {connections} queues of the GPU, so kernels of {facts.world_size} ranks that wait for "
                 "each other may stand in one queue",
                 "set CUDA_DEVICE_MAX_CONNECTIONS=32, or make the LoopbackWorld, before this process uses CUDA",
             )
-        return Loopback.check(facts)
+        return verdict
 
     def prepare(self) -> bytes:
         with torch.inference_mode(False):

@@ -25,6 +25,7 @@ from dcpcomm.watchdog import Watchdog
 __all__ = ["Channel"]
 
 _CALLS_KEPT = 1024
+_CALLS_KEPT_ELSEWHERE = 8  # they keep a transport's memory alive, which may be another in every call
 
 
 class Channel:
@@ -58,7 +59,10 @@ class Channel:
         self._send, self._recv = send, recv
         self._ordinal = 0
         self._busy = threading.Lock()
+        self._told: Failure | None = None
+        self._device_before: int | None = None
         self._calls: dict[tuple[Any, ...], tuple[PackedCall, WireViews, WireViews]] = {}
+        self._calls_elsewhere: dict[tuple[Any, ...], tuple[PackedCall, WireViews, WireViews]] = {}
 
     def enter(self) -> int:
         """Begin a call; its ordinal. `leave` must follow.
@@ -78,41 +82,48 @@ class Channel:
         except BaseException:
             self._busy.release()
             raise
+        if self._device.type == "cuda" and torch.cuda.current_device() != self._device.index:
+            self._device_before = torch.cuda.current_device()  # kernels are launched on the current one
+            torch.cuda.set_device(self._device)
         ordinal, self._ordinal = self._ordinal, self._ordinal + 1
         return ordinal
 
     def check(self) -> None:
-        """Raise what broke this channel, and once what a GPU has noted of calls that were called off. No wait for the
+        """Raise what broke this channel, and once what a GPU has noted of a call that was called off. No wait for the
         device.
         """
-        failure = self._look()
-        if failure is not None:
-            self._engine.settle(self.index)
+        self._look()
+        if self._told is not None:
+            failure, self._told = self._told, None
             self._refuse(failure.came, failure.mine)
 
-    def _look(self) -> Failure | None:
-        """Raise what broke this channel, on a GPU after the call that it broke had returned.
-
-        Returns:
-            what a GPU has noted of a call that a peer called off; the channel is whole.
+    def _look(self) -> None:
+        """Raise what broke this channel; on a GPU, after the call that it broke had returned. What a GPU has noted of a
+        call that was called off is kept for `check`: the channel is whole.
         """
-        failure = None
         if self.broken is None and self._device.type == "cuda":
             try:
-                for transport in self._transports.values():
-                    transport.poll(self.index)
+                self._poll()
                 failure = self._engine.failure(self.index)
-                if failure is not None and not self._called_off(failure):
-                    self._refuse(failure.came, failure.mine)
+                if failure is not None:
+                    self._poll()  # rows that didn't come in time have no header either
+                    self._engine.settle(self.index)
+                    if not self._called_off(failure):
+                        self._refuse(failure.came, failure.mine)
+                    self._told = self._told or failure
             except TransportTimeout as error:
                 last = self._watchdog.last_words(error.ranks)
                 text = f"rank {self._group.rank}: channel {self.index}: {error}. Last heard: {last}"
+                self._group.control.note("raised", text)
                 self._break(TransportTimeout(text, error.ranks))
-            except CallMismatch:
-                pass  # it is `broken` now
+            except CallMismatch as error:  # it is `broken` now
+                self._group.control.note("raised", str(error))
         if self.broken is not None:
             raise self.refusal(self.broken)
-        return failure
+
+    def _poll(self) -> None:
+        for transport in self._transports.values():
+            transport.poll(self.index)
 
     def _called_off(self, failure: Failure) -> bool:
         """Whether no rank was in another call, but some had no rows to send."""
@@ -138,17 +149,20 @@ class Channel:
 
     def leave(self) -> None:
         """End the call that `enter` began."""
+        if self._device_before is not None:
+            torch.cuda.set_device(self._device_before)
+            self._device_before = None
         self._busy.release()
 
-    def cancel(self, ordinal: int, tokens: int, error: Exception) -> None:
-        """This rank's call, of `tokens` rows as far as it can be told, raised before it sent: let the peers raise too
-        instead of waiting.
+    def cancel(self, ordinal: int, tokens: int, width: int, error: Exception) -> None:
+        """This rank's call, of `tokens` rows of `width` as far as it can be told, raised before it sent: let the peers
+        raise too instead of waiting.
         """
         if not self._transports or tokens == 0:
             return  # of no rows, the peers send none either
         self._group.control.note(self._cancel_key(ordinal), f"{type(error).__name__}: {error}")
         transport = self._transports[self._decision.transport_for(tokens)]
-        if self._send is None or transport.fused_merge is not None:
+        if self._send is None or not type(transport).needs_workspace():
             return  # they find the note when their deadline passes
         try:
             if transport.capabilities.ragged and self._device.type == "cpu":
@@ -157,15 +171,14 @@ class Channel:
                 views.words[:] = header.words()
                 transport.cancel(views.blocks, self.index)
             elif self._device.type == "cuda":
-                self._call_off(transport, tokens)
+                self._call_off(transport, tokens, width)
         except Exception as second:
             self._break(DCPCommError(f"telling the peers about {error} failed: {second}"))
 
-    def _call_off(self, transport: MergeTransport, tokens: int) -> None:
+    def _call_off(self, transport: MergeTransport, tokens: int, width: int) -> None:
         """On a GPU messages have the length that the peers await: blocks of `tokens` rows, of which the headers alone
         are written. Nothing waits for the peers.
         """
-        width = self._shape.head_dim
         most = self._shape.tokens_per_exchange(self._group.size)
         for begin in range(0, tokens, most):
             part = min(most, tokens - begin)
@@ -281,15 +294,18 @@ class Channel:
         """What packs and combines calls of this layout, the buffer it sends and the one it receives: the workspace's,
         or what a transport that has its own `arrived` in.
         """
-        key = (transport.name, layout, None if arrived is None else (arrived.data_ptr(), arrived.stride()))
-        found = self._calls.get(key)
+        key: tuple[Any, ...] = transport.name, layout
+        calls = self._calls
+        if arrived is not None:
+            calls, key = self._calls_elsewhere, (*key, arrived.data_ptr(), arrived.stride())
+        found = calls.get(key)
         if found is None:
-            if len(self._calls) >= _CALLS_KEPT:
-                self._calls.clear()
+            if len(calls) >= (_CALLS_KEPT if arrived is None else _CALLS_KEPT_ELSEWHERE):
+                calls.clear()
             send, recv = self._buffers(transport, layout.t, self._heads, layout.width)
             if arrived is not None:
                 recv = WireViews(arrived, layout.t, self._heads, layout.width, self._shape.dtype)
-            found = self._calls[key] = self._engine.packed_call(self.index, layout, send, recv), send, recv
+            found = calls[key] = self._engine.packed_call(self.index, layout, send, recv), send, recv
         return found
 
     def _buffers(self, transport: MergeTransport, t: int, h: int, width: int) -> tuple[WireViews, WireViews]:
@@ -337,7 +353,7 @@ class Channel:
         self._group.control.note("raised", f"raised in {call} on channel {self.index}: {error}")
         for late in error.ranks:
             reason = self._group.control.read_note(late, self._cancel_key(call.ordinal))
-            if reason:  # over a transport that could not tell us sooner
+            if reason and self._device.type == "cpu":  # over a transport that could not tell us sooner
                 return CallMismatch(
                     f"rank {rank}: {call} on channel {self.index} was called off: rank {late} raised in call "
                     f"{call.ordinal} instead of sending its rows: {reason}. Nothing was merged"

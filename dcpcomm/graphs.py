@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -21,7 +22,10 @@ def captured(step: Callable[[], Any], device: torch.device) -> Any:
         graph.capture_begin(capture_error_mode="thread_local")
         try:
             step()
-        finally:
-            graph.capture_end()
+        except BaseException:
+            with contextlib.suppress(RuntimeError):  # what `step` did may have ended the capture
+                graph.capture_end()
+            raise
+        graph.capture_end()
     outer.wait_stream(stream)
     return graph

@@ -242,7 +242,8 @@ class DCPMerger:
                     partial_out = project(partial_out, w_uv.whole)
                 partials = self._session.partials(partial_out, partial_lse, counts)
             except Exception as error:
-                stream.cancel(ordinal, rows_of(partial_out), error)
+                tokens = rows_of(partial_out)
+                stream.cancel(ordinal, tokens, self._session.wire_width(tokens, w_uv is not None), error)
                 if isinstance(error, ShapeError):
                     raise ShapeError(f"rank {self.group.rank}: {error}") from None
                 raise

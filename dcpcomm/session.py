@@ -4,6 +4,7 @@ together.
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
@@ -54,7 +55,7 @@ class Session:
         self.group.timeout_s = watchdog.timeout_s
         self.group.exchange_timeout_s = watchdog.timeout_s if watchdog.action == "raise" else None
         self._workspace = Workspace(shape, self.group.size, self.device)
-        with self.group.control.beating():
+        with self.group.control.beating(), _current(self.device):
             self.decision, self.transports = select(self.group, shape, self.config, self.device, self._workspace)
         if not any(type(one).needs_workspace() for one in self.transports.values()):
             self._workspace.release()
@@ -72,6 +73,11 @@ class Session:
         """A call's inputs as the engine takes them."""
         partials = Partials(out, lse, counts)
         return partials if counts is None or self.engine.reads_counts else partials.cleaned()
+
+    def wire_width(self, tokens: int, projecting: bool) -> int:
+        """D of what a merge of `tokens` rows sends."""
+        before = projecting and self.shape.v_head_dim and self.decision.choice(tokens).projection == "before"
+        return self.shape.v_head_dim or 0 if before else self.shape.head_dim
 
     @property
     def workspace(self) -> torch.Tensor | None:
@@ -101,21 +107,19 @@ class Session:
             raise DCPCommError(
                 f"rank {self.group.rank}: channel {busy[0]} is inside a call; reset when all have returned"
             )
-        self.engine.finish()
+        try:
+            self.engine.finish()
+        except Exception as error:  # of a kernel, say: the peers must not wait for this rank
+            self.group.control.fail(f"{type(error).__name__}: {error}")
+            raise
         self.group.control.exchange(b"", self.group.timeout_s, "resetting the merger")
         for key in ("raised", "progress"):  # of calls before the reset, whose ordinals come again
             self.group.control.note(key, "")
         for transport in self.transports.values():
             transport.close()
         try:
-            for name, transport in self.transports.items():
-                again = establish(self.group, self.shape, self.config, type(transport), self._workspace)
-                if isinstance(again, Fallen):
-                    raise TransportUnavailable(
-                        f"rank {self.group.rank}: reset could not connect {name!r} again: it fell at {again.stage} on "
-                        f"rank {again.rank}: {again.reason}. The merger is closed; make a new one"
-                    )
-                self.transports[name] = again
+            with _current(self.device):
+                self._connect_again()
         except BaseException:
             self.close()  # half of it connected: nothing that a call could use
             raise
@@ -123,14 +127,25 @@ class Session:
         self._watchdog.forget()
         self.channels = self._make_channels()
 
+    def _connect_again(self) -> None:
+        for name, transport in self.transports.items():
+            again = establish(self.group, self.shape, self.config, type(transport), self._workspace)
+            if isinstance(again, Fallen):
+                raise TransportUnavailable(
+                    f"rank {self.group.rank}: reset could not connect {name!r} again: it fell at {again.stage} on "
+                    f"rank {again.rank}: {again.reason}. The merger is closed; make a new one"
+                )
+            self.transports[name] = again
+
     def disown(self, error: ShapeError) -> None:
         """A call came for no channel that there is, while the peers are in one: keep this rank's next call from meeting
         theirs. With one channel it is known which they are in, and they are told; with several, all of them are broken.
         """
-        if len(self.channels) == 1:
+        # On a GPU what calls a call off has as many rows as the call, and nobody knows how many these are.
+        if len(self.channels) == 1 and self.device.type == "cpu" and self.channels[0].broken is None:
             ordinal = self.channels[0].enter()
             try:
-                self.channels[0].cancel(ordinal, 1, error)
+                self.channels[0].cancel(ordinal, 1, self.shape.head_dim, error)
             finally:
                 self.channels[0].leave()
             return
@@ -146,6 +161,8 @@ class Session:
         self._watchdog.stop()
         if self.transports:
             self.group.control.note("closed", "closed its merger")
+            with contextlib.suppress(RuntimeError):  # of the GPU, long since told to whoever waited for it
+                self.engine.finish()  # its kernels still write to what is freed below
         for transport in self.transports.values():
             transport.close()
         self.transports.clear()
@@ -169,6 +186,11 @@ class Session:
             )
             for index in range(self.shape.channels)
         ]
+
+
+def _current(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Kernels are launched, and libraries set themselves up, on the current device."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
 def _device(device: torch.device | str | int | None) -> torch.device:

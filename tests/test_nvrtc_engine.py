@@ -16,6 +16,7 @@ import torch
 import dcpcomm
 from dcpcomm.combine import cuda_engine, torch_cuda
 from dcpcomm.combine.engine import Engine, Layout, Partials, engine_in_words
+from dcpcomm.combine.gpu import GpuEngine
 from dcpcomm.combine.nvrtc import KernelsUnavailable
 from dcpcomm.combine.wire import KIND_CANCELLED, Header, row_bytes, wire_views
 from dcpcomm.rows import RowCounts
@@ -36,7 +37,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def rig(folder: Path, rng: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
-    monkeypatch.setattr(cuda_engine.CudaEngine, "stream", lambda engine: 0)
+    monkeypatch.setattr(GpuEngine, "stream", lambda engine: 0)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield Rig(torch.device("cpu"), lambda dtype, n, generic: EmulatedKernels(dtype, n, folder), rng)

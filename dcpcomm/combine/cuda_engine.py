@@ -8,11 +8,11 @@ import threading
 import torch
 
 from dcpcomm.combine.driver import Launch
-from dcpcomm.combine.engine import Engine, Failure, Layout, PackedCall, Partials
+from dcpcomm.combine.engine import Layout, PackedCall, Partials
+from dcpcomm.combine.gpu import GpuEngine
 from dcpcomm.combine.kernels import Kernels
 from dcpcomm.combine.nvrtc import KernelsUnavailable
 from dcpcomm.combine.params import CombineParams, PackParams, combine_params, counts_of, pack_params
-from dcpcomm.combine.torch_cuda import CallRecords
 from dcpcomm.combine.wire import Header, WireViews
 from dcpcomm.log import log
 from dcpcomm.transport import MergeShape
@@ -43,15 +43,14 @@ def _kernels_for(device: torch.device, dtype: torch.dtype, world_size: int) -> K
     return kernels
 
 
-class CudaEngine(Engine):
+class CudaEngine(GpuEngine):
     """The canonical arithmetic of cuda/canonical.cuh, bit-equal whatever the transport."""
 
     reads_counts = True
 
     def __init__(self, shape: MergeShape, rank: int, world_size: int, kernels: Kernels) -> None:
-        super().__init__(shape, rank, world_size)
+        super().__init__(shape, rank, world_size, kernels.device)
         self.kernels = kernels
-        self.records = CallRecords(shape.channels, world_size)
 
     @property
     def words(self) -> str:
@@ -62,26 +61,6 @@ class CudaEngine(Engine):
 
     def combine(self, rows: torch.Tensor, lses: torch.Tensor, out: torch.Tensor, out_lse: torch.Tensor | None) -> None:
         self.kernels.combine(self.stream(), combine_params(rows, lses, out, out_lse, self.shape.lse_base))
-
-    def stream(self) -> int:
-        """The current stream's handle."""
-        return int(torch.cuda.current_stream(self.kernels.device).cuda_stream)
-
-    def failure(self, channel: int) -> Failure | None:
-        return self.records.failure(channel)
-
-    def settle(self, channel: int) -> None:
-        self.records.settle(channel)
-
-    def finish(self) -> None:
-        torch.cuda.synchronize(self.kernels.device)
-
-    def reset(self) -> None:
-        if self.ordinals is not None:
-            self.ordinals.zero_()
-        torch.cuda.current_stream(self.kernels.device).synchronize()  # calls may come on any stream
-        for channel in range(self.shape.channels):
-            self.settle(channel)
 
 
 class _CudaCall(PackedCall):

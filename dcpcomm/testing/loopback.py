@@ -60,7 +60,11 @@ class LoopbackRank:
 
 class LoopbackWorld:
     """N virtual ranks. Where there is a GPU, each has a stream of its own on the device that is current when the world
-    is made.
+    is made, and some of that device's memory held for it.
+
+    Args:
+        size: N.
+        device: "cpu" where the ranks merge on CPU and the GPU is to be left alone.
 
     Example:
         def step(group):
@@ -70,12 +74,15 @@ class LoopbackWorld:
         results = LoopbackWorld(4).run(step)      # by rank
     """
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, device: str | None = None) -> None:
         if size < 1:
             raise ValueError(f"size={size}; expected at least 1 rank")
         self.size = size
-        separate_queues()
-        self._streams = [provided_stream() for _ in range(size)] if torch.cuda.is_available() else []
+        self._streams: list[torch.cuda.Stream] = []
+        if device != "cpu":
+            separate_queues()
+            if torch.cuda.is_available():
+                self._streams = [provided_stream() for _ in range(size)]
         self.store = dist.HashStore()
         self.groups = [LoopbackRank(self, rank) for rank in range(size)]
         self._offices: dict[str, Office] = {}

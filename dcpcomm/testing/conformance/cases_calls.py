@@ -231,7 +231,9 @@ def judge_as_loopback(scene: Scene, got: list[Any]) -> None:
     """Run the script over `loopback` here, and compare bits."""
     script = as_loopback(scene)
     over = scene.over("loopback_peer" if scene.device == "cuda" else "loopback")
-    same = LoopbackWorld(scene.n).run(lambda group: play(Rank(over, group, group.rank, lambda: None), script))
+    same = LoopbackWorld(scene.n, scene.device).run(
+        lambda group: play(Rank(over, group, group.rank, lambda: None), script)
+    )
     for rank, (mine, theirs) in enumerate(zip(got, same, strict=True)):
         for i, (a, b) in enumerate(zip(mine, theirs, strict=True)):
             differ = int((a[0] != b[0]).sum()), int((a[1] != b[1]).sum())

@@ -159,6 +159,7 @@ def judge_close_and_again(scene: Scene, got: list[Any]) -> None:
 def half_done(at: Rank) -> None:
     """The transport alone, closed at every stage that is local, twice each time."""
     cls, group = load_transport(at.scene.transport), Group.of(at.group)
+    group.device = at.device
     options = options_for(load_config({**at.scene.config}), cls)
     for prepared in (False, True):
         transport = cls(group, at.scene.shape(), options)

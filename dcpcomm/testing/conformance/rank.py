@@ -62,7 +62,10 @@ class Rank:
         self.scene, self.group, self.rank, self.meet = scene, group, rank, meet
         self.size = scene.n
         if scene.device == "cuda":
-            self.device = torch.device("cuda", rank % torch.cuda.device_count())
+            # Threads have their streams on one GPU; processes have a GPU each, as far as there are.
+            threads = hasattr(group, "loopback_store")
+            index = torch.cuda.current_device() if threads else rank % torch.cuda.device_count()
+            self.device = torch.device("cuda", index)
             torch.cuda.set_device(self.device)
         else:
             self.device = torch.device(scene.device)

@@ -46,7 +46,7 @@ class Threads(World):
 
     def run(self, case: Case, scene: Scene) -> list[Answer]:
         barrier = threading.Barrier(scene.n)
-        world = LoopbackWorld(scene.n)
+        world = LoopbackWorld(scene.n, scene.device)
         order = _order(case, scene.n)
 
         def body(group: LoopbackRank) -> Answer:

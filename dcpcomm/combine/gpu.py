@@ -1,0 +1,74 @@
+"""What the engines of a GPU share: calls counted there, and what does not fit noted where the host can read it."""
+
+from __future__ import annotations
+
+import torch
+
+from dcpcomm.combine.engine import Engine, Failure
+from dcpcomm.combine.wire import HEADER_WORDS, Header
+from dcpcomm.transport import MergeShape
+
+__all__ = ["CallRecords", "GpuEngine"]
+
+
+class CallRecords:
+    """What the GPU notes of headers that don't fit, in pinned memory: read without asking the GPU.
+
+    Per channel int64 words: 0, or 1 where there is something; this rank's header; every source's.
+    """
+
+    def __init__(self, channels: int, world_size: int) -> None:
+        with torch.inference_mode(False):
+            self.memory = torch.zeros((channels, 1 + HEADER_WORDS * (1 + world_size)), dtype=torch.int64).pin_memory()
+        self._words = self.memory.numpy()
+
+    def failure(self, channel: int) -> Failure | None:
+        """What is noted, or None."""
+        words = self._words[channel]
+        if not words[0]:
+            return None
+        headers = words[1:].reshape(-1, HEADER_WORDS).copy()
+        return Failure(Header.from_words(headers[0]), headers[1:])
+
+    def settle(self, channel: int) -> None:
+        """Make room for the next."""
+        self._words[channel, 0] = 0
+
+
+class GpuEngine(Engine):
+    """An engine whose calls return before the GPU has made them.
+
+    Attributes:
+        device: the GPU.
+        records: what it notes, by channel.
+    """
+
+    def __init__(self, shape: MergeShape, rank: int, world_size: int, device: torch.device) -> None:
+        super().__init__(shape, rank, world_size)
+        self.device = device
+        self.records = CallRecords(shape.channels, world_size)
+        self._streams: set[int] = set()
+
+    def stream(self) -> int:
+        """The current stream's handle."""
+        handle = int(torch.cuda.current_stream(self.device).cuda_stream)
+        self._streams.add(handle)
+        return handle
+
+    def failure(self, channel: int) -> Failure | None:
+        return self.records.failure(channel)
+
+    def settle(self, channel: int) -> None:
+        self.records.settle(channel)
+
+    def finish(self) -> None:
+        for handle in self._streams:
+            torch.cuda.ExternalStream(handle, self.device).synchronize()
+        self._streams.clear()
+
+    def reset(self) -> None:
+        if self.ordinals is not None:
+            self.ordinals.zero_()
+        torch.cuda.current_stream(self.device).synchronize()  # calls may come on any stream
+        for channel in range(self.shape.channels):
+            self.settle(channel)
