@@ -219,8 +219,11 @@ def test_the_tables_of_transports_and_commands_are_complete() -> None:
     from dcpcomm.cli import COMMANDS
 
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    works = set(re.findall(r"^\| `(\w+)` \|.*\| works \|$", text, re.M))
-    assert works == {n for n, e in dcpcomm.registered_transports().items() if e.distribution.startswith("dcpcomm ")}
+    # What is registered either works, or says what it still waits for.
+    here = set(
+        re.findall(r"^\| `(\w+)` \|.*\| (?:works|tested over Gloo, not yet over NCCL) \|$", text, re.M)
+    )
+    assert here == {n for n, e in dcpcomm.registered_transports().items() if e.distribution.startswith("dcpcomm ")}
     assert set(re.findall(r"^\| `dcpcomm (\w+)` \|", text, re.M)) == set(COMMANDS)
 
 
