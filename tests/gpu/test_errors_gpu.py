@@ -190,7 +190,8 @@ def test_a_wrong_argument_on_one_rank_is_told_once(n: int, rng: torch.Generator,
                 assert "ShapeError" in told.kinds, told.trace
                 continue
             assert "CallMismatch" in told.kinds, told.trace
-            assert told.names(f"rank {odd}", "float64"), told.text
+            assert told.names(f"rank {odd}"), told.text
+            assert "float64" in told.text, told.text
             assert "reset" not in told.text, told.text
             judge_all_nan(results, f"rank {rank}")
         goods = by_call([good for *_, good in by_rank])
