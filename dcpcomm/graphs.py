@@ -16,7 +16,8 @@ def captured(step: Callable[[], Any], device: torch.device) -> Any:
 
     Only this thread must keep from what a capture forbids.
     """
-    graph, stream, outer = torch.cuda.CUDAGraph(), torch.cuda.Stream(device), torch.cuda.current_stream(device)
+    # Of high priority, because torch hands streams out in turn: another might be that of a rank of this process.
+    graph, stream, outer = torch.cuda.CUDAGraph(), torch.cuda.Stream(device, -1), torch.cuda.current_stream(device)
     stream.wait_stream(outer)
     with torch.cuda.stream(stream):
         graph.capture_begin(capture_error_mode="thread_local")

@@ -348,7 +348,8 @@ class DCPMerger:
         """Make every channel usable again after an error. Collective over the group, with no call in flight on any
         rank.
 
-        The transport is closed and connected anew on all ranks, so nothing that was under way can arrive later.
+        The transport is closed and connected anew on all ranks, so nothing that was under way can arrive later. CUDA
+        graphs captured before are void: capture again.
 
         Raises:
             TransportTimeout: naming the ranks that did not come.

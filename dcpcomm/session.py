@@ -167,6 +167,7 @@ class Session:
             transport.close()
         self.transports.clear()
         self.channels.clear()
+        self.engine.ordinals = None
         self._workspace.release()
 
     def _make_channels(self) -> list[Channel]:

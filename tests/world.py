@@ -60,7 +60,9 @@ def shape_of(n: int, **changes: Any) -> dcpcomm.MergeShape:
 
 
 def merger_for(group: Any, shape: dict[str, Any] | None = None, **config: Any) -> dcpcomm.DCPMerger:
-    return dcpcomm.DCPMerger(group, shape_of(size_of(group), **(shape or {})), config=config_for(group, **config))
+    return dcpcomm.DCPMerger(
+        group, shape_of(size_of(group), **(shape or {})), config=config_for(group, **config), device="cpu"
+    )
 
 
 def meet() -> None:

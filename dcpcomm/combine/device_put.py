@@ -22,7 +22,6 @@ __all__ = ["DevicePut", "slots_bytes"]
 
 _SLOTS = 2
 _LAUNCHES_KEPT = 256
-_GIVEN_UP_BY_PEER = 2
 
 
 def slots_bytes(shape: MergeShape, world_size: int) -> int:
@@ -82,12 +81,11 @@ class DevicePut:
 
     def check(self, channel: int) -> None:
         """Raise what the kernels have noted; no wait for the device."""
-        state = self._words[channel, 0]
-        if not state:
+        if not self._words[channel, 0]:
             return
-        if state == _GIVEN_UP_BY_PEER:
-            raise TransportTimeout("a peer has given this channel up, having waited too long", tuple(self._group.peers))
         missing = tuple(int(rank) for rank in self._words[channel, 2:].nonzero()[0])
+        if not missing:
+            raise TransportTimeout("a peer has given this channel up, having waited too long", tuple(self._group.peers))
         text = f"rank {', '.join(map(str, missing))} did not arrive in time in exchange {self._words[channel, 1]}"
         raise TransportTimeout(text, missing)
 

@@ -96,7 +96,8 @@ extern "C" __global__ void __launch_bounds__(512) take(const __grid_constant__ T
     for (u32 source = threadIdx.x; source < p.ranks && failed != GIVEN_UP; source += blockDim.x) {
         if (source == p.rank) continue;
         const u32 how = await(flag_of(p, own, epoch, source), poison, epoch, started, p.deadline_ns);
-        if (how == MISSING && recording) store_relaxed(p.record + 8 * (2 + source), 1);
+        // Where a peer gave up first, whoever isn't there by now is whom it missed.
+        if (how && recording) store_relaxed(p.record + 8 * (2 + source), 1);
         failed |= how;
     }
     // Each block has its own verdict. Should they differ, the headers tell: they are copied last, by a block that knows them all.
