@@ -12,7 +12,6 @@ import json
 import os
 import platform
 import statistics
-import sys
 import time
 from pathlib import Path
 from typing import Annotated, Any
@@ -100,7 +99,8 @@ def main(
     from rich.table import Table
 
     results: dict[str, Any] = {
-        "command": "python -m dcpcomm.bench.gloo_merge " + " ".join(sys.argv[1:]),
+        "command": f"python -m dcpcomm.bench.gloo_merge --rows {rows} --heads {heads} --dim {dim} --ranks {ranks} "
+        f"--rounds {rounds}",
         "machine": {"cpu": _cpu(), "cores": os.cpu_count(), "kernel": platform.release(), "load": os.getloadavg()[0]},
         "versions": {
             "dcpcomm": dcpcomm.__version__,
