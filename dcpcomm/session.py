@@ -161,8 +161,9 @@ class Session:
         self._watchdog.stop()
         if self.transports:
             self.group.control.note("closed", "closed its merger")
-            with contextlib.suppress(RuntimeError):  # of the GPU, long since told to whoever waited for it
-                self.engine.finish()  # its kernels still write to what is freed below
+            if self.group.exchange_timeout_s is not None:  # else a call that waits for a peer may never end
+                with contextlib.suppress(RuntimeError):  # of the GPU, long since told to whoever waited for it
+                    self.engine.finish()  # its kernels still write to what is freed below
         for transport in self.transports.values():
             transport.close()
         self.transports.clear()

@@ -62,9 +62,9 @@ class GpuEngine(Engine):
         self.records.settle(channel)
 
     def finish(self) -> None:
-        for handle in self._streams:
+        handles, self._streams = self._streams, set()
+        for handle in handles:
             torch.cuda.ExternalStream(handle, self.device).synchronize()
-        self._streams.clear()
 
     def reset(self) -> None:
         if self.ordinals is not None:
