@@ -1,0 +1,1 @@
+"""Other ways to merge, to measure ours against: see README.md here."""
