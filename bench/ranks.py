@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from dcpcomm.bench.peers import Peers
+from dcpcomm.errors import TransportTimeout
 
 __all__ = ["Meeting", "ProcessRanks", "Ranks", "ThreadRanks"]
 
@@ -57,7 +58,11 @@ class ThreadRanks(Ranks):
         self._meeting, self.rank, self.size, self.on_this_gpu = meeting, rank, meeting.size, meeting.size
 
     def meet(self) -> None:
-        self._meeting.barrier.wait()
+        try:
+            self._meeting.barrier.wait()
+        except threading.BrokenBarrierError:
+            others = tuple(rank for rank in range(self.size) if rank != self.rank)
+            raise TransportTimeout("another rank has failed, or did not come in time", others) from None
 
     def abort(self) -> None:
         """Have the others raise instead of waiting for this rank, which has failed."""
