@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -14,12 +15,14 @@ from dcpcomm.combine.params import struct_sizes
 
 __all__ = ["FOLDER", "KernelFile", "build"]
 
+_one_at_a_time = threading.Lock()
 FOLDER = Path(__file__).resolve().parent / "cuda"
 
 
 def build(name: str, defines: Mapping[str, int], capability: tuple[int, int]) -> Binary:
     """Kernel file `name` ("limits.cu") for a GPU of compute capability `capability`."""
-    return compile_kernels(FOLDER / name, {**struct_sizes(), **defines}, capability)
+    with _one_at_a_time:  # ranks that are threads: the first compiles, the others find it on disk
+        return compile_kernels(FOLDER / name, {**struct_sizes(), **defines}, capability)
 
 
 class KernelFile:

@@ -37,7 +37,7 @@ __all__ = [
     "measure_limits",
 ]
 
-SIZES = tuple(mib << 19 for mib in (1, 2, 8, 32, 128))  # bytes that each rank sends: 0.5 to 64 MiB
+SIZES = tuple(half_mib << 19 for half_mib in (1, 2, 8, 32, 128))  # bytes that each rank sends: 0.5 to 64 MiB
 _MOST_RANKS = 32
 _LINE = 128
 _CHANNELS = {"plain": 0, "programmatic": 1, "gate": 2}

@@ -22,7 +22,7 @@ from dcpcomm.bench.timing import Times, settle, time_eager_host, time_graph
 from dcpcomm.errors import ShapeError, TransportUnavailable
 from dcpcomm.transport import MergeShape
 
-__all__ = ["Answer", "Case", "Settings", "measure"]
+__all__ = ["Answer", "Case", "Inputs", "Settings", "measure"]
 
 Say = Callable[[str], object]
 
@@ -99,7 +99,7 @@ def measure(ranks: Ranks, group: Any, device: torch.device, settings: Settings, 
     answer = Answer(torch.cuda.get_device_name(device), limits)
     contenders = _prepared(ranks, group, device, settings, answer.skipped, say)
     for rows in settings.rows:
-        data = _Inputs(ranks, settings, rows, device)
+        data = Inputs(ranks, settings, rows, device)
         for contender in contenders:
             say(f"{rows} rows, {contender.name}")
             answer.cases.append(_case(contender, data, gate, settings))
@@ -142,7 +142,7 @@ def _prepared(
     return ready
 
 
-class _Inputs:
+class Inputs:
     """Random partials of every rank, known to all: what this one brings is on its GPU."""
 
     def __init__(self, ranks: Ranks, settings: Settings, rows: int, device: torch.device) -> None:
@@ -159,7 +159,7 @@ class _Inputs:
         ranks.meet()
 
 
-def _case(contender: Rival, data: _Inputs, gate: Gate, settings: Settings) -> Case:
+def _case(contender: Rival, data: Inputs, gate: Gate, settings: Settings) -> Case:
     ranks, device = contender.ranks, contender.device
     contender.bring(data.out, data.lse)
     want = contender.want(data.outs, data.lses)

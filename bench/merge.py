@@ -108,8 +108,9 @@ def _progress() -> Iterator[Say]:
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
     console = Console(stderr=True)
+    silent = not console.is_terminal or os.environ.get("RANK", "0") != "0"
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+    with Progress(*columns, console=console, transient=True, disable=silent) as bar:
         task = bar.add_task("starting", total=None)
         yield lambda text: bar.update(task, description=text)
 
@@ -188,6 +189,8 @@ def main(
         per_graph,
         replays,
     )
+    if not under_torchrun() and (ranks < 2 or heads % ranks):
+        raise typer.BadParameter(f"--ranks {ranks} --heads {heads}; expected 2 ranks or more, and heads for all alike")
     answers: list[Answer] | None
     with _progress() as say:
         if under_torchrun():
@@ -201,7 +204,9 @@ def main(
     limits = answers[0].limits
     smallest = limits.limit_us(0, programmatic=programmatic_limit)
     title = f"{len(answers)} {where}; limit: {smallest:.2f} us + bytes / {limits.bandwidth:.0f} GB/s"
-    Console().print(table(found, title))
+    console = Console()
+    # Where nobody looks, in a pipe or a log, lines are as long as they need to be.
+    (console if console.is_terminal else Console(width=200)).print(table(found, title))
     for name, why in answers[0].skipped.items():
         print(f"not measured: {name}: {why}", file=sys.stderr)
     if json_file is not None:

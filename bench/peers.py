@@ -59,7 +59,7 @@ class Peers:
         Args:
             gather: what every rank brought, by rank.
         """
-        runtime = importlib.import_module("cupy.cuda.runtime")
+        runtime = importlib.import_module("cupy_backends.cuda.api.runtime")
         with torch.cuda.device(device):
             runtime.setDevice(torch.cuda.current_device())
             address = int(runtime.malloc(nbytes))  # not torch's: a handle opens a whole allocation from its beginning

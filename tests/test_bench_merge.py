@@ -210,7 +210,9 @@ def test_the_exit_status_tells_of_wrong_results(
     assert json.loads(file.read_text(encoding="utf-8"))["rows"][0]["wrong"] == 2 * wrong
 
 
-@pytest.mark.parametrize("options", [["--rows", "1,x"], ["--rows", "0"], ["--dtype", "int8"], ["--lse-base", "10"]])
+@pytest.mark.parametrize(
+    "options", [["--rows", "1,x"], ["--rows", "0"], ["--ranks", "3"], ["--dtype", "int8"], ["--lse-base", "10"]]
+)
 def test_wrong_usage_is_status_2(options: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert CliRunner().invoke(APP, options).exit_code == 2

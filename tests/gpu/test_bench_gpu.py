@@ -15,8 +15,7 @@ import torch
 
 from dcpcomm.bench.checked import Checked
 from dcpcomm.bench.limits import Gate, Limits, Probe, measure_limits
-from dcpcomm.bench.measure import Settings as BenchSettings
-from dcpcomm.bench.measure import _Inputs
+from dcpcomm.bench.measure import Inputs, Settings
 from dcpcomm.bench.ranks import Meeting, Ranks, ThreadRanks
 from dcpcomm.bench.rivals import FourLaunchPut
 from dcpcomm.bench.timing import Times, settle, time_graph
@@ -70,18 +69,18 @@ def test_limits_are_figures_that_can_be_true(n: int, capsys: pytest.CaptureFixtu
 @pytest.mark.parametrize("n", [2, 4])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_the_four_launches_are_right_eager_and_replayed(n: int, dtype: torch.dtype) -> None:
-    settings = BenchSettings((), dtype=dtype, heads=32, dim=128, rows=(1, 5, 64))
+    settings = Settings((), dtype=dtype, heads=32, dim=128, rows=(1, 5, 64))
 
     def body(ranks: Ranks, device: torch.device) -> tuple[list[int], list[Times]]:
         rival = FourLaunchPut(ranks, settings.shape(), device)
         rival.prepare()
         wrongs, times = [], []
         for rows in settings.rows:
-            data = _Inputs(ranks, settings, rows, device)
+            data = Inputs(ranks, settings, rows, device)
             rival.bring(data.out, data.lse)
             want = rival.want(data.outs, data.lses)
 
-            def merge(rival: FourLaunchPut = rival, data: _Inputs = data) -> torch.Tensor:
+            def merge(rival: FourLaunchPut = rival, data: Inputs = data) -> torch.Tensor:
                 return rival.merge(data.out, data.lse)
 
             checked = Checked(merge, lambda got, want=want: rival.count_wrong(got, want))
