@@ -44,7 +44,7 @@ class AllGatherReduceScatter(Rival):
     def merge(self, partial_out: torch.Tensor, partial_lse: torch.Tensor) -> torch.Tensor:
         tokens = partial_out.shape[0]
         lses = partial_lse.new_empty((self.ranks.size, *partial_lse.shape))
-        dist.all_gather_into_tensor(lses, partial_lse, group=self._group)
+        dist.all_gather_into_tensor(lses.flatten(0, 1), partial_lse, group=self._group)
         scaled = self._scale(partial_out, lses)
         merged = partial_out.new_empty((tokens, self.heads, self.shape.head_dim))
         dist.reduce_scatter_tensor(merged, scaled, group=self._group)
