@@ -47,7 +47,7 @@ class AllGatherReduceScatter(Rival):
         dist.all_gather_into_tensor(lses.flatten(0, 1), partial_lse, group=self._group)
         scaled = self._scale(partial_out, lses)
         merged = partial_out.new_empty((tokens, self.heads, self.shape.head_dim))
-        dist.reduce_scatter_tensor(merged, scaled, group=self._group)
+        dist.reduce_scatter_tensor(merged, scaled.flatten(0, 1), group=self._group)
         return merged
 
     def close(self) -> None:
