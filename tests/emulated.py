@@ -31,9 +31,14 @@ _ENTRIES = {
 }
 
 
-def host_source(name: str) -> str:
-    """Kernel file `name` and what it includes, as one text that g++ takes."""
+def host_source(name: str | Path, entries: list[tuple[str, str]] | None = None) -> str:
+    """Kernel file `name` and what it includes, as one text that g++ takes.
+
+    Args:
+        entries: its kernels, each with the struct that it takes; those of _ENTRIES by default.
+    """
     sources = sources_of(name)
+    name = Path(name).name
 
     def inline(text: str) -> str:
         return re.sub(r'#include "([\w.]+)"\n', lambda found: inline(sources.pop(found[1], "")), text)
@@ -43,14 +48,28 @@ def host_source(name: str) -> str:
         text = re.sub(rf"__device__ __forceinline__ \w+ {function}\([^{{]*{{.*?\n}}\n", "", text, flags=re.DOTALL)
     text = re.sub(r"    asm volatile\(.*?\"memory\"\);\n", _LOAD_IF, text, flags=re.DOTALL)
     assert "asm" not in text
-    names, struct = _ENTRIES[name]
-    entries = [(one, struct) for one in names] + ([("take", "TakeParams")] if name == "put.cu" else [])
+    if entries is None:
+        names, struct = _ENTRIES[name]
+        entries = [(one, struct) for one in names] + ([("take", "TakeParams")] if name == "put.cu" else [])
     for one, params in entries:
         text += (
             f'extern "C" void run_{one}(const void *p, unsigned gx, unsigned gy, unsigned bx, unsigned by) {{\n'
             f"    run_grid([](const void *at) {{ {one}(*(const {params} *)at); }}, p, gx, gy, bx, by);\n}}\n"
         )
     return f'#include "{_HEADER}"\n{text}'
+
+
+def compile_for_host(text: str, defines: dict[str, int], file: Path) -> None:
+    """What `host_source` gave, as shared library `file`."""
+    assert COMPILER is not None
+    source = file.with_suffix(".cpp")
+    source.write_text(text, encoding="utf-8")
+    macros = [f"-D{key}={value}" for key, value in defines.items()]
+    flags = ["-std=c++17", "-O1", "-ffp-contract=off", "-fno-strict-aliasing", "-shared", "-fPIC"]
+    made = subprocess.run(
+        [COMPILER, *flags, *macros, "-o", str(file), str(source)], capture_output=True, text=True, timeout=100
+    )
+    assert made.returncode == 0, made.stderr[:4000]
 
 
 class EmulatedKernels(Kernels):
@@ -72,15 +91,7 @@ class EmulatedKernels(Kernels):
         mine = "-".join(str(value) for key, value in defines.items() if not key.endswith("_BYTES"))
         file = self._folder / f"{name}-{mine}.so"
         if not file.exists():
-            assert COMPILER is not None
-            source = file.with_suffix(".cpp")
-            source.write_text(host_source(name), encoding="utf-8")
-            macros = [f"-D{key}={value}" for key, value in defines.items()]
-            flags = ["-std=c++17", "-O1", "-ffp-contract=off", "-fno-strict-aliasing", "-shared", "-fPIC"]
-            made = subprocess.run(
-                [COMPILER, *flags, *macros, "-o", str(file), str(source)], capture_output=True, text=True, timeout=100
-            )
-            assert made.returncode == 0, made.stderr[:4000]
+            compile_for_host(host_source(name), defines, file)
         return ctypes.CDLL(str(file))
 
     def _bind(self, function: int, name: str, grid: tuple[int, int, int, int], params: ctypes.Structure) -> Any:

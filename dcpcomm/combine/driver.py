@@ -13,11 +13,12 @@ import torch
 from dcpcomm.combine.nvrtc import KernelsUnavailable
 from dcpcomm.errors import DCPCommError
 
-__all__ = ["Context", "Launch", "Module"]
+__all__ = ["Context", "Launch", "Module", "ProgrammaticLaunch"]
 
 _Address, _Int = ctypes.c_void_p, ctypes.c_int
 _Argument = _Address * 1
 _INVALID_CONTEXT = 201
+_PROGRAMMATIC_STREAM_SERIALIZATION = 6
 
 
 @functools.cache
@@ -130,5 +131,52 @@ class Launch:
         if status == _INVALID_CONTEXT:  # this thread has not used CUDA yet
             self._context.make_current()
             status = self._launch(*shape, _Address(stream), argument, None)
+        if status:
+            _check(status, f"launching {self.name} with grid {self.grid}")
+
+
+class _Attribute(ctypes.Structure):
+    """`CUlaunchAttribute`: an id, and a union of 64 bytes."""
+
+    _fields_ = [("id", _Int), ("gap", ctypes.c_char * 4), ("value", _Int), ("rest", ctypes.c_char * 60)]
+
+
+class _Configuration(ctypes.Structure):
+    """`CUlaunchConfig`."""
+
+    _fields_ = [
+        *((name, ctypes.c_uint) for name in ("grid_x", "grid_y", "grid_z", "block_x", "block_y", "block_z", "shared")),
+        ("stream", _Address),
+        ("attributes", ctypes.POINTER(_Attribute)),
+        ("attribute_count", ctypes.c_uint),
+    ]
+
+
+class ProgrammaticLaunch(Launch):
+    """A launch that may begin before the kernel in front of it on the stream has ended. The kernel itself waits for
+    that one (`griddepcontrol.wait`) before it touches memory. Compute capability 9.0 and above; not for two threads at
+    once.
+    """
+
+    __slots__ = ("_attribute", "_configuration", "_function")
+
+    def __init__(
+        self, context: Context, function: int, name: str, grid: tuple[int, int, int, int], params: ctypes.Structure
+    ) -> None:
+        super().__init__(context, function, name, grid, params)
+        across, down, wide, tall = grid
+        self._attribute = _Attribute(_PROGRAMMATIC_STREAM_SERIALIZATION, b"", 1, b"")
+        self._configuration = _Configuration(
+            across, down, 1, wide, tall, 1, 0, None, ctypes.pointer(self._attribute), 1
+        )
+        self._function, self._launch = _Address(function), _driver().cuLaunchKernelEx
+
+    def __call__(self, stream: int) -> None:
+        self._configuration.stream = stream
+        what = ctypes.byref(self._configuration), self._function, self._arguments[1], None
+        status = self._launch(*what)
+        if status == _INVALID_CONTEXT:
+            self._context.make_current()
+            status = self._launch(*what)
         if status:
             _check(status, f"launching {self.name} with grid {self.grid}")

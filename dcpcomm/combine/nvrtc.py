@@ -49,9 +49,9 @@ class Binary:
     cached: bool
 
 
-def sources_of(name: str) -> dict[str, str]:
-    """By file name, kernel file `name` ("pack.cu") and every header that it may include."""
-    files = [_FOLDER / name, *sorted(_FOLDER.glob("*.cuh"))]
+def sources_of(name: str | Path) -> dict[str, str]:
+    """By file name, kernel file `name` ("pack.cu", or an absolute path) and every header that it may include."""
+    files = [_FOLDER / name, *sorted(_FOLDER.glob("*.cuh"))]  # an absolute path stays what it is
     return {file.name: file.read_text(encoding="utf-8") for file in files}
 
 
@@ -61,8 +61,11 @@ def options_for(defines: Mapping[str, int], target: str) -> tuple[str, ...]:
     return (f"--gpu-architecture={target}", *_OPTIONS, *macros)
 
 
-def compile_kernels(name: str, defines: Mapping[str, int], capability: tuple[int, int]) -> Binary:
+def compile_kernels(name: str | Path, defines: Mapping[str, int], capability: tuple[int, int]) -> Binary:
     """Kernel file `name` with `defines`, for a GPU of compute capability `capability`; from disk where it is there.
+
+    Args:
+        name: of a file in `cuda/` ("pack.cu"), or the absolute path of another, which may include the headers there.
 
     Raises:
         KernelsUnavailable: CuPy or NVRTC isn't installed, or NVRTC is older than the GPU's whole family.
@@ -83,7 +86,7 @@ def compile_kernels(name: str, defines: Mapping[str, int], capability: tuple[int
         image = _read(folder / key)
         if image is not None:
             return Binary(image, target, True)
-    image = _compile(nvrtc, name, sources, options, target)
+    image = _compile(nvrtc, Path(name).name, sources, options, target)
     if usable:
         _write(folder / key, image)
     return Binary(image, target, False)

@@ -1,0 +1,54 @@
+"""A merge of dcpcomm over one named transport, in the form in which rivals are measured."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from dcpcomm.bench.ranks import Ranks
+from dcpcomm.bench.rivals.rival import Rival
+from dcpcomm.merger import DCPMerger
+from dcpcomm.transport import MergeShape
+
+__all__ = ["Ours"]
+
+
+class Ours(Rival):
+    """`DCPMerger.merge` with `out=`, as an engine calls it.
+
+    Args:
+        group: what a `DCPMerger` takes.
+        transport: a registered name.
+    """
+
+    def __init__(self, ranks: Ranks, shape: MergeShape, device: torch.device, group: Any, transport: str) -> None:
+        super().__init__(ranks, shape, device)
+        self.name = transport  # type: ignore[misc]
+        self._group = group
+        self._merger: DCPMerger | None = None
+        self._outs: dict[int, torch.Tensor] = {}
+
+    def prepare(self) -> None:
+        config = {"transport": self.name, "verify": {"level": "quick"}}
+        self._merger = DCPMerger(self._group, self.shape, config, self.device)
+
+    def bring(self, partial_out: torch.Tensor, partial_lse: torch.Tensor) -> None:
+        tokens = partial_out.shape[0]
+        if tokens not in self._outs:
+            shape = tokens, self.heads, self.shape.head_dim
+            self._outs[tokens] = torch.empty(shape, dtype=self.shape.dtype, device=self.device)
+
+    def merge(self, partial_out: torch.Tensor, partial_lse: torch.Tensor) -> torch.Tensor:
+        assert self._merger is not None
+        return self._merger.merge(partial_out, partial_lse, out=self._outs[partial_out.shape[0]])
+
+    def check(self) -> None:
+        assert self._merger is not None
+        self._merger.check()
+
+    def close(self) -> None:
+        if self._merger is not None:
+            self._merger.close()
+        self._merger = None
+        self._outs.clear()
