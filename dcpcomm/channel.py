@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from dcpcomm import topology
 from dcpcomm.combine.engine import Engine, Failure, Layout, PackedCall, Partials
 from dcpcomm.combine.wire import KIND_CANCELLED, Header, WireViews, wire_views
 from dcpcomm.decision import Decision
@@ -82,7 +83,7 @@ class Channel:
         except BaseException:
             self._busy.release()
             raise
-        if self._device.type == "cuda" and torch.cuda.current_device() != self._device.index:
+        if topology.on_gpu(self._device) and torch.cuda.current_device() != self._device.index:
             self._device_before = torch.cuda.current_device()  # kernels are launched on the current one
             torch.cuda.set_device(self._device)
         ordinal, self._ordinal = self._ordinal, self._ordinal + 1
@@ -101,7 +102,7 @@ class Channel:
         """Raise what broke this channel; on a GPU, after the call that it broke had returned. What a GPU has noted of a
         call that was called off is kept for `check`: the channel is whole.
         """
-        if self.broken is None and self._device.type == "cuda":
+        if self.broken is None and topology.on_gpu(self._device):
             try:
                 self._poll()
                 failure = self._engine.failure(self.index)
@@ -165,12 +166,12 @@ class Channel:
         if self._send is None or not type(transport).needs_workspace():
             return  # they find the note when their deadline passes
         try:
-            if transport.capabilities.ragged and self._device.type == "cpu":
+            if transport.capabilities.ragged and not topology.on_gpu(self._device):
                 header = Header(ordinal=ordinal, tag=0, tokens=0, chunk=0, width=0, kind=KIND_CANCELLED)
                 views = self._buffers(transport, 0, 0, self._shape.head_dim)[0]
                 views.words[:] = header.words()
                 transport.cancel(views.blocks, self.index)
-            elif self._device.type == "cuda":
+            elif topology.on_gpu(self._device):
                 self._call_off(transport, tokens, width)
         except Exception as second:
             self._break(DCPCommError(f"telling the peers about {error} failed: {second}"))
@@ -353,7 +354,7 @@ class Channel:
         self._group.control.note("raised", f"raised in {call} on channel {self.index}: {error}")
         for late in error.ranks:
             reason = self._group.control.read_note(late, self._cancel_key(call.ordinal))
-            if reason and self._device.type == "cpu":  # over a transport that could not tell us sooner
+            if reason and not topology.on_gpu(self._device):  # over a transport that could not tell us sooner
                 return CallMismatch(
                     f"rank {rank}: {call} on channel {self.index} was called off: rank {late} raised in call "
                     f"{call.ordinal} instead of sending its rows: {reason}. Nothing was merged"
@@ -375,7 +376,7 @@ class Channel:
         """Where the reason is noted. Ordinals begin again with a reset, so the generation is in it. A GPU counts by
         itself, replays too: there it is the last reason.
         """
-        which = ordinal if self._device.type == "cpu" else "last"
+        which = "last" if topology.on_gpu(self._device) else ordinal
         return f"cancel/{self._group.generation}/{self.index}/{which}"
 
     def _break(self, error: DCPCommError) -> DCPCommError:

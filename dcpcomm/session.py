@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from dcpcomm import topology
 from dcpcomm.channel import Channel
 from dcpcomm.combine.engine import Partials, engine_for
 from dcpcomm.config import MergeConfig, load_config, options_for
@@ -142,7 +143,7 @@ class Session:
         theirs. With one channel it is known which they are in, and they are told; with several, all of them are broken.
         """
         # On a GPU what calls a call off has as many rows as the call, and nobody knows how many these are.
-        if len(self.channels) == 1 and self.device.type == "cpu" and self.channels[0].broken is None:
+        if len(self.channels) == 1 and not topology.on_gpu(self.device) and self.channels[0].broken is None:
             ordinal = self.channels[0].enter()
             try:
                 self.channels[0].cancel(ordinal, 1, self.shape.head_dim, error)

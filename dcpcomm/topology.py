@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["Facts", "host_identity", "local_facts"]
+__all__ = ["Facts", "host_identity", "local_facts", "on_gpu"]
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,11 @@ def host_identity() -> str:
     """Differs between hosts, and between boots of one host; equal in all containers on it."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     return boot.read_text().strip() if boot.exists() else f"{socket.gethostname()}/{platform.machine()}"
+
+
+def on_gpu(device: torch.device) -> bool:
+    """Whether what is done on `device` has not been done when the call returns."""
+    return device.type == "cuda"
 
 
 def local_facts(rank: int, world_size: int, device: torch.device, loopback: bool) -> Facts:

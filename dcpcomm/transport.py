@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 
+from dcpcomm import topology
 from dcpcomm.errors import ShapeError, TransportUnavailable
 
 if TYPE_CHECKING:
@@ -297,7 +298,7 @@ class PeerMemoryTransport(MergeTransport):
     def attach(self) -> None:
         """Build the framework's engine on the mapped memory. Called by the framework, after `connect`."""
         buffers = self.map_symmetric(self.peer_bytes)
-        if buffers.own.device.type == "cpu":
+        if not topology.on_gpu(buffers.own.device):
             from dcpcomm.combine.host_put import HostPut
 
             self._engine = HostPut(self.group, self.shape, buffers)

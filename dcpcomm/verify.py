@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dcpcomm import pattern, verdicts
+from dcpcomm import pattern, topology, verdicts
 from dcpcomm.combine.wire import block_bytes, row_bytes, wire_views
 from dcpcomm.control import Outcome, first_failure, left
 from dcpcomm.decision import Fallen
@@ -161,7 +161,7 @@ def _check_rows(
 
 def _replayed_rounds(transport: MergeTransport, shape: MergeShape, load: Load, device: torch.device) -> range:
     """The rounds, after the first ones, in which each channel replays what it captured, an eager call in between."""
-    if device.type != "cuda" or not transport.capabilities.graph_capturable:
+    if not topology.on_gpu(device) or not transport.capabilities.graph_capturable:
         return range(0)
     return range(load.rounds, load.rounds + _REPLAYED * shape.channels)
 
@@ -196,7 +196,7 @@ class _Replayed:
 
 def _arrived(transport: MergeTransport, channel: int, device: torch.device) -> None:
     """Wait for the rows, and hear what the transport found out."""
-    if device.type == "cuda":
+    if topology.on_gpu(device):
         torch.cuda.current_stream(device).synchronize()
     transport.poll(channel)
 

@@ -1,6 +1,6 @@
 // Enough of CUDA C++ for g++ to compile and run dcpcomm's kernels on a CPU: threads of a block are fibers that give way at
-// barriers, blocks run one after another. Says whether a kernel's arithmetic, addresses and order of things are right, nothing of
-// what only a GPU has: concurrency of blocks, memory order, its exp2.
+// barriers, blocks run one after another; ranks may be threads. Says whether a kernel's arithmetic, addresses and order of things
+// are right, nothing of what only a GPU has: concurrency of blocks, memory order, its exp2.
 
 #include <cmath>
 #include <cstdint>
@@ -14,14 +14,14 @@
 #define __global__
 #define __grid_constant__
 #define __forceinline__ inline
-#define __shared__ static
+#define __shared__ static thread_local
 #define __launch_bounds__(threads)
 #define __align__(bytes) alignas(bytes)
 
 struct Three {
     unsigned int x, y, z;
 };
-static Three threadIdx, blockIdx, blockDim, gridDim;
+static thread_local Three threadIdx, blockIdx, blockDim, gridDim;
 struct uint2 {
     unsigned int x, y;
 };
@@ -61,9 +61,9 @@ static inline unsigned atomicOr(unsigned *at, unsigned value) {
 
 // ---------------------------------------------------------------- one block at a time, its threads as fibers
 
-static ucontext_t scheduler;
-static ucontext_t *running;
-static int vote, voted;
+static thread_local ucontext_t scheduler;
+static thread_local ucontext_t *running;
+static thread_local int vote, voted;
 
 static inline int __syncthreads_or(int value) {
     const Three mine = threadIdx;
@@ -75,9 +75,9 @@ static inline int __syncthreads_or(int value) {
 static inline void __syncthreads() { __syncthreads_or(0); }
 
 typedef void (*Body)(const void *);
-static Body body;
-static const void *argument;
-static bool *ended;
+static thread_local Body body;
+static thread_local const void *argument;
+static thread_local bool *ended;
 
 static void fiber() {
     body(argument);
@@ -87,7 +87,7 @@ static void fiber() {
 
 static void run_grid(Body what, const void *params, unsigned gx, unsigned gy, unsigned bx, unsigned by) {
     const size_t stack = 128 << 10;
-    static std::vector<char> stacks;
+    static thread_local std::vector<char> stacks;
     if (stacks.size() < stack * bx * by) stacks.resize(stack * bx * by);
     body = what;
     argument = params;

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from dcpcomm import topology
 from dcpcomm.combine.wire import Header, WireViews
 from dcpcomm.rows import RowCounts, clean_lse
 from dcpcomm.transport import MergeShape
@@ -173,7 +174,7 @@ def engine_for(shape: MergeShape, rank: int, world_size: int, device: torch.devi
     """The engine that merges of `shape` on `device` use."""
     from dcpcomm.combine import cuda_engine, native, torch_cuda, torch_engine
 
-    if device.type == "cuda":
+    if topology.on_gpu(device):
         kernels = cuda_engine.kernels_for(device, shape.dtype, world_size)
         if kernels is None:
             return torch_cuda.TorchCudaEngine(shape, rank, world_size, device)
@@ -187,7 +188,7 @@ def engine_in_words(device: torch.device, dtype: torch.dtype, world_size: int) -
     """What merges are combined by here: the same on every rank, or their results may differ in a bit."""
     from dcpcomm.combine import cuda_engine, native, torch_engine
 
-    if device.type == "cuda":
+    if topology.on_gpu(device):
         kernels = cuda_engine.kernels_for(device, dtype, world_size)
         return cuda_engine.WORDS if kernels is not None else torch_engine.WORDS
     return torch_engine.WORDS if native.library is None else native.WORDS
