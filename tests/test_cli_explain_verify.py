@@ -62,6 +62,12 @@ def test_wrong_usage_is_told_in_one_line(words: list[str], said: str) -> None:
 def test_verify_proves_what_can_be_used_and_says_why_the_rest_cannot(tmp_path: Path) -> None:
     rows = json.loads(dcpcomm("verify", *SMALL, "--level", "quick", "--json", cache=tmp_path))
     verdicts = {row["name"]: row["verdict"] for row in rows}
-    assert verdicts == {"gloo_a2a": "proven", "loopback": "unusable", "loopback_peer": "unusable"}
+    assert verdicts == {
+        "gloo_a2a": "proven",
+        "loopback": "unusable",
+        "loopback_peer": "unusable",
+        "nccl_a2a": "unusable",
+        "nccl_ag_rs": "unusable",
+    }
     assert "proven" in dcpcomm("verify", "gloo_a2a", *SMALL, "--level", "standard", cache=tmp_path)
     dcpcomm("verify", "loopback", *SMALL, "--level", "quick", status=1)  # it was asked for by name
