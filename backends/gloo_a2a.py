@@ -26,8 +26,8 @@ __all__ = ["GlooA2A"]
 
 _NO_DEADLINE_S = 365 * 86400.0
 _KNOWN = 1024
-#: Bytes from which two ranks of a host without two cores for each send one after the other. Both at once fill each
-#: other's receive windows before either reads, and then wait for a timer of TCP's, milliseconds long.
+#: Bytes from which a group of two ranks, on a host without two cores for each, send one after the other. Both at once
+#: fill each other's receive windows before either reads, and then wait for a timer of TCP's, milliseconds long.
 _TAKE_TURNS_FROM = 1 << 16
 
 
@@ -57,8 +57,9 @@ class GlooA2A(MergeTransport):
 
     def connect(self, peers: list[bytes]) -> None:
         hosts, rank = self.group.hosts, self.group.rank
-        crowded = _cores() < 2 * hosts.count(hosts[rank])
-        self._answered = [peer for peer in self._peers if crowded and peer < rank and hosts[peer] == hosts[rank]]
+        # Of two alone: with a third, a rank that waits for its turn would be late itself for somebody else.
+        in_turn = self.group.size == 2 and hosts[0] == hosts[1] and _cores() < 4
+        self._answered = [0] if in_turn and rank == 1 else []
         limit = timedelta(seconds=self.group.timeout_s)
         # Gloo closes all connections of a process group when one receive runs into its deadline: one group per channel.
         self._gloo = [

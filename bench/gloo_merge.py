@@ -90,14 +90,16 @@ def main(
     rows: Annotated[int, typer.Option(help="B, rows of a step")] = 32,
     heads: Annotated[int, typer.Option(help="H, heads of the group")] = 64,
     dim: Annotated[int, typer.Option(help="D, columns merged")] = 128,
-    ranks: Annotated[int, typer.Option(help="N, local processes")] = 2,
-    rounds: Annotated[int, typer.Option(help="timed rounds of each")] = 400,
+    ranks: Annotated[int, typer.Option(min=2, help="N, local processes")] = 2,
+    rounds: Annotated[int, typer.Option(min=10, help="timed rounds of each")] = 400,
     json_file: Annotated[Path | None, typer.Option("--json", help="write the result there")] = None,
 ) -> None:
     """Time both, for every dtype, print a table, and exit 1 where a merge takes over 1.5 times the bare exchange."""
     from rich.console import Console
     from rich.table import Table
 
+    if heads % ranks:
+        raise typer.BadParameter(f"--heads {heads} don't divide over --ranks {ranks}")
     results: dict[str, Any] = {
         "command": f"python -m dcpcomm.bench.gloo_merge --rows {rows} --heads {heads} --dim {dim} --ranks {ranks} "
         f"--rounds {rounds}",

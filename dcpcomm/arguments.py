@@ -78,6 +78,8 @@ def check_out(
     _check_tensor("out", out, device)
     if tuple(out.shape) != shape or out.dtype != dtype:
         raise ShapeError(f"out has shape {tuple(out.shape)} and dtype {out.dtype}; expected {shape} and {dtype}")
+    if out.is_neg():
+        raise ShapeError("out is a view that negates what it stands for; expected memory to write to")
     if out.is_inference() and not torch.is_inference_mode_enabled():
         raise ShapeError("out was made in inference_mode and can't be written outside of it; call within, or clone it")
     if overlaps_itself(out):
@@ -108,9 +110,10 @@ def check_w_uv(shape: MergeShape, group: Group, device: torch.device, w_uv_local
     return w_uv_local
 
 
-def rows_of(partial_out: Any) -> int:
-    """B, as far as a call with wrong arguments has one."""
-    return int(partial_out.shape[0]) if isinstance(partial_out, torch.Tensor) and partial_out.dim() else 1
+def rows_of(*partials: Any) -> int:
+    """B, as far as a call with wrong arguments has one: 0 only where none of them has a row."""
+    given = [int(one.shape[0]) for one in partials if isinstance(one, torch.Tensor) and one.dim()]
+    return next((rows for rows in given if rows), 0 if len(given) == len(partials) else 1)
 
 
 def _check_tensor(name: str, tensor: Any, device: torch.device) -> None:

@@ -217,6 +217,8 @@ class DCPMerger:
                 tokens = check_partials(
                     self.shape, self.group.size, self.device, partial_out, partial_lse, self._session.workspace
                 )
+                # What torch negates when it is read must be so in memory, where kernels read it.
+                partial_out, partial_lse = partial_out.resolve_neg(), partial_lse.resolve_neg()
                 if w_uv is not None:
                     check_gathered(w_uv, self)
                 check_tag(tag)
@@ -242,7 +244,7 @@ class DCPMerger:
                     partial_out = project(partial_out, w_uv.whole)
                 partials = self._session.partials(partial_out, partial_lse, counts)
             except Exception as error:
-                tokens = rows_of(partial_out)
+                tokens = rows_of(partial_out, partial_lse)
                 stream.cancel(ordinal, tokens, self._session.wire_width(tokens, w_uv is not None), error)
                 if isinstance(error, ShapeError):
                     raise ShapeError(f"rank {self.group.rank}: {error}") from None

@@ -113,7 +113,13 @@ class Session:
         except Exception as error:  # of a kernel, say: the peers must not wait for this rank
             self.group.control.fail(f"{type(error).__name__}: {error}")
             raise
-        self.group.control.exchange(b"", self.group.timeout_s, "resetting the merger")
+        try:
+            # Twice: some may come after a call that waited for one which is here already.
+            self.group.control.exchange(b"", 2 * self.group.timeout_s, "resetting the merger")
+        except DCPCommError as error:
+            for channel in self.channels:  # this rank's next call must not meet one of the peers' before
+                channel.broken = channel.broken or error
+            raise
         for key in ("raised", "progress"):  # of calls before the reset, whose ordinals come again
             self.group.control.note(key, "")
         for transport in self.transports.values():

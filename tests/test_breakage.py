@@ -11,6 +11,7 @@ import torch
 import dcpcomm
 from dcpcomm.launch import LocalRanks, RankFailed, emit
 from dcpcomm.testing import LoopbackWorld
+from tests.oracle import Case, judge, make_case
 from tests.world import Raised, World, meet, merger_for, outcome, rank_of
 
 
@@ -186,3 +187,69 @@ def test_a_group_size_that_is_none_is_refused(size: Any) -> None:
     shape = dcpcomm.MergeShape(max_tokens=2, num_heads=4, head_dim=32, dtype=torch.bfloat16, lse_base="e")
     with pytest.raises(dcpcomm.ShapeError, match="world_size"):
         dcpcomm.plan_bytes(shape, world_size=size)
+
+
+# ---------------------------------------------------------------- what torch only says it has done
+
+
+def negated(group: Any, case: Case) -> Any:
+    """Inputs that torch negates when it reads them: in memory they have the other sign."""
+    out, lse = torch._neg_view(-case.outs[group.rank]), torch._neg_view(-case.lses[group.rank])
+    assert out.is_neg()
+    assert lse.is_neg()
+    shape = dcpcomm.MergeShape(max_tokens=8, num_heads=8, head_dim=32, dtype=torch.float32, lse_base="e")
+    with dcpcomm.DCPMerger(group, shape, {"transport": "loopback"}, device="cpu") as merger:
+        merged = merger.merge(out, lse, return_lse=True)
+        into = torch._neg_view(torch.zeros_like(merged[0]))
+        return merged, outcome(merger.merge, out, lse, out=into)
+
+
+def test_a_lazily_negated_tensor_is_what_it_says(rng: torch.Generator) -> None:
+    case = make_case(rng, 2, b=5, h=8, dtype=torch.float32)
+    answers = LoopbackWorld(2, "cpu").run(negated, case)
+    judge([merged for merged, _ in answers], case)
+    for _, error in answers:
+        assert "ShapeError" in error.kinds
+        assert "negates" in error.text
+
+
+# ---------------------------------------------------------------- errors that must reach the others
+
+
+def brings_no_rows(group: Any, case: Case) -> Any:
+    """Rank 1's partial has no rows, its LSE has: an error there, and the peers' at once, not at their deadline."""
+    shape = dcpcomm.MergeShape(max_tokens=8, num_heads=8, head_dim=32, dtype=torch.float32, lse_base="e")
+    config = {"transport": "loopback", "watchdog": {"timeout_s": 20}}
+    with dcpcomm.DCPMerger(group, shape, config, device="cpu") as merger:
+        out, lse = case.outs[group.rank], case.lses[group.rank]
+        error = outcome(merger.merge, out[:0] if group.rank == 1 else out, lse)
+        return error, merger.merge(out, lse, return_lse=True)
+
+
+def test_a_partial_without_rows_is_told_to_the_peers(rng: torch.Generator) -> None:
+    case = make_case(rng, 2, b=5, h=8, dtype=torch.float32)
+    answers = LoopbackWorld(2, "cpu").run(brings_no_rows, case)
+    judge([merged for _, merged in answers], case)
+    assert "ShapeError" in answers[1][0].kinds
+    assert "CallMismatch" in answers[0][0].kinds
+    assert "rank 1" in answers[0][0].text
+    assert answers[0][0].seconds < 5
+
+
+def resets_alone(group: Any, case: Case) -> Any:
+    shape = dcpcomm.MergeShape(max_tokens=8, num_heads=8, head_dim=32, dtype=torch.float32, lse_base="e")
+    merger = dcpcomm.DCPMerger(group, shape, {"transport": "loopback", "watchdog": {"timeout_s": 0.7}}, device="cpu")
+    if group.rank == 1:
+        return None
+    failed = outcome(merger.reset)
+    return failed, outcome(merger.merge, case.outs[group.rank], case.lses[group.rank])
+
+
+def test_after_a_reset_that_failed_no_call_is_made(rng: torch.Generator) -> None:
+    """It could meet a call that a peer made before."""
+    case = make_case(rng, 2, b=5, h=8, dtype=torch.float32)
+    failed, merged = LoopbackWorld(2, "cpu").run(resets_alone, case)[0]
+    assert "TransportTimeout" in failed.kinds
+    assert failed.ranks == (1,)
+    assert "carries no call until reset()" in merged.text
+    assert merged.seconds < 0.5
