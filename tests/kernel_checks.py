@@ -20,38 +20,15 @@ from tests.kernel_rig import (
     Rig,
     any_lse,
     bits,
+    expected_pack,
     header_for,
     layouts,
     lse_layouts,
+    ordinal_on,
 )
 from tests.oracle import same_bits, ulp
 
-
-def ordinal_on(rig: Rig, value: int) -> torch.Tensor:
-    return torch.tensor([value], dtype=torch.int64, device=rig.device)
-
-
 # ---------------------------------------------------------------- pack
-
-
-def expected_pack(blocks: Blocks, partial: Any, lse: Any, empty: Any, rank: int, header: Any, scatter: str) -> Any:
-    """The bytes of `blocks` once packed, on CPU: torch_engine's, with zeros where a row is empty. What a pack must not
-    write is as it is now.
-    """
-    n = blocks.shape[0]
-    want = blocks.on_cpu()
-    clean = by_destination(clean_lse(lse, empty), scatter, n)
-    rows = by_destination(partial, scatter, n)
-    keep = (clean > -torch.inf).unsqueeze(-1)
-    want.blocks[:, 1:, want.lse_at :] = 0
-    for other in range(n):
-        if other != rank:
-            want.blocks[other, 1:, : want.lse_at] = 0
-            kept = torch.where(keep[other], bits(rows[other]), 0).to(bits(rows[other]).dtype)
-            want.payload[other].copy_(kept.view(partial.dtype))
-    want.lse.copy_(clean)
-    want.words[:] = header.words()
-    return want.blocks
 
 
 def pack_once(rig: Rig, kernels: Any, partial: Any, lse: Any, scatter: str, rank: int, n: int, **given: Any) -> Any:

@@ -10,8 +10,10 @@ from typing import Any
 
 import torch
 
+from dcpcomm.combine.engine import by_destination
 from dcpcomm.combine.params import WireAt
 from dcpcomm.combine.wire import Header, WireViews, payload_bytes, row_bytes
+from dcpcomm.rows import clean_lse
 
 POISON = 0xA5
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -174,3 +176,27 @@ def header_for(b: int, d: int, ordinal: int = 0, **other: Any) -> Header:
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.cpu().contiguous().view(BITS[tensor.element_size()])
+
+
+def ordinal_on(rig: Rig, value: int) -> torch.Tensor:
+    return torch.tensor([value], dtype=torch.int64, device=rig.device)
+
+
+def expected_pack(blocks: Blocks, partial: Any, lse: Any, empty: Any, rank: int, header: Any, scatter: str) -> Any:
+    """The bytes of `blocks` once packed, on CPU: torch_engine's, with zeros where a row is empty. What a pack must not
+    write is as it is now.
+    """
+    n = blocks.shape[0]
+    want = blocks.on_cpu()
+    clean = by_destination(clean_lse(lse, empty), scatter, n)
+    rows = by_destination(partial, scatter, n)
+    keep = (clean > -torch.inf).unsqueeze(-1)
+    want.blocks[:, 1:, want.lse_at :] = 0
+    for other in range(n):
+        if other != rank:
+            want.blocks[other, 1:, : want.lse_at] = 0
+            kept = torch.where(keep[other], bits(rows[other]), 0).to(bits(rows[other]).dtype)
+            want.payload[other].copy_(kept.view(partial.dtype))
+    want.lse.copy_(clean)
+    want.words[:] = header.words()
+    return want.blocks
