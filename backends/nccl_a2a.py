@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
 
-from dcpcomm.backends.nccl_groups import check_nccl, gpu_card, nccl_groups
-from dcpcomm.topology import Facts
-from dcpcomm.transport import Capabilities, MergeTransport, Verdict
+from dcpcomm.backends.nccl_groups import NcclTransport
+from dcpcomm.transport import Capabilities
 
 __all__ = ["NcclA2A"]
 
 _KNOWN = 1024
 
 
-class NcclA2A(MergeTransport):
+class NcclA2A(NcclTransport):
     """One `all_to_all_single` of the packed blocks, over communicators of its own."""
 
     name: ClassVar[str] = "nccl_a2a"
@@ -24,21 +23,12 @@ class NcclA2A(MergeTransport):
         devices=("cuda",), multi_host=True, graph_capturable=True, deterministic=True
     )
 
-    _groups: tuple[Any, ...] = ()
-
-    @classmethod
-    def check(cls, facts: Facts) -> Verdict:
-        return check_nccl(facts)
-
     def prepare(self) -> bytes:
         self._flat: dict[tuple[int, int, torch.Size], tuple[torch.Tensor, torch.Tensor]] = {}
         self._options = dist.AllToAllOptions()
         if hasattr(self._options, "asyncOp"):
             self._options.asyncOp = False  # on the current stream itself: no stream of NCCL's to wait for
-        return gpu_card(self.group)
-
-    def connect(self, peers: list[bytes]) -> None:
-        self._groups = tuple(nccl_groups(self.group, self.shape.channels, peers))
+        return super().prepare()
 
     def exchange(self, send: torch.Tensor, channel: int, recv: torch.Tensor | None = None) -> torch.Tensor:
         assert recv is not None
@@ -54,5 +44,5 @@ class NcclA2A(MergeTransport):
         return recv
 
     def close(self) -> None:
-        # Dropped, not shut down: that would wait for peers, and one of them may be gone.
-        self._groups, self._flat = (), {}
+        super().close()
+        self._flat = {}

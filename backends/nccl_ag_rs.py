@@ -7,14 +7,13 @@ not equal to them.
 from __future__ import annotations
 
 import math
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 
-from dcpcomm.backends.nccl_groups import check_nccl, gpu_card, nccl_groups
+from dcpcomm.backends.nccl_groups import NcclTransport
 from dcpcomm.combine.engine import by_destination
-from dcpcomm.topology import Facts
-from dcpcomm.transport import Capabilities, MergeTransport, Verdict
+from dcpcomm.transport import Capabilities
 
 __all__ = ["NcclAgRs"]
 
@@ -22,25 +21,13 @@ _LOG2E = math.log2(math.e)
 _LOWEST = torch.finfo(torch.float32).min
 
 
-class NcclAgRs(MergeTransport):
+class NcclAgRs(NcclTransport):
     """Merges by itself; a row of weight 0 has no influence, whatever it holds."""
 
     name: ClassVar[str] = "nccl_ag_rs"
     capabilities: ClassVar[Capabilities] = Capabilities(
         devices=("cuda",), multi_host=True, graph_capturable=True, deterministic=False
     )
-
-    _groups: tuple[Any, ...] = ()
-
-    @classmethod
-    def check(cls, facts: Facts) -> Verdict:
-        return check_nccl(facts)
-
-    def prepare(self) -> bytes:
-        return gpu_card(self.group)
-
-    def connect(self, peers: list[bytes]) -> None:
-        self._groups = tuple(nccl_groups(self.group, self.shape.channels, peers))
 
     def fused_merge(
         self, partial_out: torch.Tensor, partial_lse: torch.Tensor, channel: int
@@ -70,7 +57,3 @@ class NcclAgRs(MergeTransport):
         merged = torch.empty_like(by_rank[0])
         nccl._reduce_scatter_base(merged, by_rank.flatten(0, 1)).wait()
         return merged, by_destination(merged_lse, scatter, n)[rank].contiguous()
-
-    def close(self) -> None:
-        # Dropped, not shut down: that would wait for peers, and one of them may be gone.
-        self._groups = ()

@@ -1,4 +1,4 @@
-"""NCCL process groups of a transport's own, one per channel: what both NCCL transports stand on."""
+"""What both NCCL transports stand on: process groups of their own, one per channel."""
 
 from __future__ import annotations
 
@@ -12,34 +12,47 @@ import torch.distributed as dist
 from dcpcomm.errors import TransportUnavailable
 from dcpcomm.group import Group
 from dcpcomm.topology import Facts
-from dcpcomm.transport import Verdict
+from dcpcomm.transport import MergeTransport, Verdict
 
-__all__ = ["check_nccl", "gpu_card", "nccl_groups"]
+__all__ = ["NcclTransport", "nccl_groups"]
 
 _NO_DEADLINE_S = 365 * 86400.0
 
 
-def check_nccl(facts: Facts) -> Verdict:
-    """Whether this process could use NCCL at all."""
-    if not dist.is_available() or not dist.is_nccl_available():
-        return Verdict(False, "this build of torch has no NCCL", "install a CUDA build of torch")
-    if facts.place == "loopback":
-        return Verdict(
-            False, "the ranks are threads of one process; NCCL wants a process for each", "use loopback_peer"
-        )
-    return Verdict(True)
+class NcclTransport(MergeTransport):
+    """Moves rows by `self._groups`, connected NCCL groups by channel."""
 
+    _groups: tuple[Any, ...] = ()
 
-def gpu_card(group: Group) -> bytes:
-    """What the peers must know of this rank's GPU, for `nccl_groups`."""
-    uuid = str(torch.cuda.get_device_properties(group.device).uuid)
-    return json.dumps({"gpu": uuid, "nccl": list(torch.cuda.nccl.version())}).encode()
+    @classmethod
+    def check(cls, facts: Facts) -> Verdict:
+        if not dist.is_available() or not dist.is_nccl_available():
+            return Verdict(False, "this build of torch has no NCCL", "install a CUDA build of torch")
+        if facts.place == "loopback":
+            return Verdict(
+                False, "the ranks are threads of one process; NCCL wants a process for each", "use loopback_peer"
+            )
+        return Verdict(True)
+
+    def prepare(self) -> bytes:
+        uuid = str(torch.cuda.get_device_properties(self.group.device).uuid)
+        return json.dumps({"gpu": uuid, "nccl": list(torch.cuda.nccl.version())}).encode()
+
+    def connect(self, peers: list[bytes]) -> None:
+        self._groups = tuple(nccl_groups(self.group, self.shape.channels, peers))
+
+    def close(self) -> None:
+        # Dropped, not shut down: that would wait for peers, and one of them may be gone.
+        self._groups = ()
 
 
 def nccl_groups(group: Group, channels: int, cards: list[bytes]) -> list[Any]:
     """Connected NCCL groups, by channel. Collective over `group`.
 
     Channels don't share one: two of them may be entered in opposite order on two ranks.
+
+    Args:
+        cards: by rank, what `NcclTransport.prepare` returned.
 
     Raises:
         TransportUnavailable: two ranks sit on one GPU, or their NCCL differs.

@@ -56,7 +56,7 @@ class Channel:
         self._group, self._shape, self._watchdog = group, shape, watchdog
         self._decision, self._transports = decision, transports
         self._engine, self._device = engine, device
-        self._heads = shape.result_rows(1, 1)[1] if shape.scatter != "heads" else shape.num_heads // group.size
+        self._heads = shape.result_rows(group.size, group.size)[1]
         self._send, self._recv = send, recv
         self._ordinal = 0
         self._busy = threading.Lock()
@@ -166,13 +166,13 @@ class Channel:
         if self._send is None or not type(transport).needs_workspace():
             return  # they find the note when their deadline passes
         try:
-            if transport.capabilities.ragged and not topology.on_gpu(self._device):
+            if topology.on_gpu(self._device):
+                self._call_off(transport, tokens, width)
+            elif transport.capabilities.ragged:
                 header = Header(ordinal=ordinal, tag=0, tokens=0, chunk=0, width=0, kind=KIND_CANCELLED)
                 views = self._buffers(transport, 0, 0, self._shape.head_dim)[0]
                 views.words[:] = header.words()
                 transport.cancel(views.blocks, self.index)
-            elif topology.on_gpu(self._device):
-                self._call_off(transport, tokens, width)
         except Exception as second:
             self._break(DCPCommError(f"telling the peers about {error} failed: {second}"))
 

@@ -134,13 +134,9 @@ def _check_rows(
         late = shuffle.randrange(4 * group.size)
         if late == group.rank:
             time.sleep(0.002)
-        channel = number % shape.channels
-        run: _Run = _eagerly
         if number in replayed:
-            channel, turn = divmod(number - load.rounds, _REPLAYED)
             tokens = sizes[1]
-            if turn != _EAGER_TURN:
-                run = replays[channel]
+        channel, run = _how(number, replayed, replays)
         try:
             if transport.capabilities.layout == "view":
                 _round_of_views(transport, group, shape, number, channel, tokens, width, workspace.device, run)
@@ -192,6 +188,14 @@ class _Replayed:
                 kept.copy_(new)
         self._graph.replay()
         return self._result
+
+
+def _how(number: int, replayed: range, replays: list[_Replayed]) -> tuple[int, _Run]:
+    """The channel of round `number`, and by what its step is called; `replays` by channel."""
+    if number not in replayed:
+        return number % len(replays), _eagerly
+    channel, turn = divmod(number - replayed.start, _REPLAYED)
+    return channel, _eagerly if turn == _EAGER_TURN else replays[channel]
 
 
 def _arrived(transport: MergeTransport, channel: int, device: torch.device) -> None:
@@ -313,12 +317,7 @@ def _check_merges(transport: MergeTransport, group: Group, shape: MergeShape, lo
         lses = torch.randn(n, tokens, shape.num_heads, generator=generator)
         lses[torch.rand(lses.shape, generator=generator) < 0.1] = -torch.inf
         outs[lses == -torch.inf] = torch.nan
-        channel = number % shape.channels
-        run: _Run = _eagerly
-        if number in replayed:
-            channel, turn = divmod(number - load.rounds, _REPLAYED)
-            if turn != _EAGER_TURN:
-                run = replays[channel]
+        channel, run = _how(number, replayed, replays)
         mine = outs[group.rank].to(device), lses[group.rank].to(device)
         out, lse = run(functools.partial(_fused, transport, channel), *mine)
         _arrived(transport, channel, device)

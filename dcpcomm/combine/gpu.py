@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from dcpcomm.combine.engine import Engine, Failure
+from dcpcomm.combine.params import record_words
 from dcpcomm.combine.wire import HEADER_WORDS, Header
 from dcpcomm.transport import MergeShape
 
@@ -19,7 +20,7 @@ class CallRecords:
 
     def __init__(self, channels: int, world_size: int) -> None:
         with torch.inference_mode(False):
-            self.memory = torch.zeros((channels, 1 + HEADER_WORDS * (1 + world_size)), dtype=torch.int64).pin_memory()
+            self.memory = torch.zeros((channels, record_words(world_size)), dtype=torch.int64).pin_memory()
         self._words = self.memory.numpy()
 
     def failure(self, channel: int) -> Failure | None:
