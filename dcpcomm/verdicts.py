@@ -11,6 +11,7 @@ import hashlib
 import inspect
 import json
 import os
+import tempfile
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -59,6 +60,8 @@ def remember(key: str) -> None:
     with contextlib.suppress(OSError):
         folder = cache_dir() / "soaks"
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        draft = folder / f"{key}.{os.getpid()}"
-        draft.write_text(json.dumps({"proven": key, "at": time.time()}), encoding="utf-8")
-        draft.replace(folder / f"{key}.json")
+        # A draft of its own for each writer: ranks that are threads write one verdict at once, and two texts of unequal
+        # lengths in one file are no JSON.
+        with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=folder, prefix=f"{key}.", delete=False) as draft:
+            json.dump({"proven": key, "at": time.time()}, draft)
+        os.replace(draft.name, folder / f"{key}.json")

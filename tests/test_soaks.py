@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import random
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -94,3 +98,32 @@ def test_a_cache_that_cannot_be_written_is_done_without(monkeypatch: pytest.Monk
     monkeypatch.setenv("DCPCOMM_CACHE_DIR", "/proc/nowhere")
     assert bytes_moved() >= SOAK
     assert bytes_moved() >= SOAK
+
+
+def test_ranks_that_are_threads_may_remember_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ranks, rounds = 4, 300
+    meet = threading.Barrier(ranks)
+    times = [
+        [10.0 ** random.randint(0, 14) / 3 for _ in range(ranks)] for _ in range(rounds)
+    ]  # texts of unequal lengths
+    mine = threading.local()
+    monkeypatch.setattr(verdicts.time, "time", lambda: mine.at)
+    interval = sys.getswitchinterval()
+
+    def remembers(rank: int) -> list[bool]:
+        found = []
+        for round_ in range(rounds):
+            mine.at = times[round_][rank]
+            meet.wait(30)
+            verdicts.remember(str(round_))
+            found.append(verdicts.holds(str(round_)))
+        return found
+
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(ranks) as threads:
+            found = list(threads.map(remembers, range(ranks)))
+    finally:
+        sys.setswitchinterval(interval)
+    assert all(all(of_rank) for of_rank in found), "who has remembered finds a whole verdict, whoever else writes it"
+    assert {file.name for file in (tmp_path / "soaks").iterdir()} == {f"{round_}.json" for round_ in range(rounds)}
