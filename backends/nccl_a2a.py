@@ -20,7 +20,7 @@ class NcclA2A(NcclTransport):
 
     name: ClassVar[str] = "nccl_a2a"
     capabilities: ClassVar[Capabilities] = Capabilities(
-        devices=("cuda",), multi_host=True, graph_capturable=True, deterministic=True
+        devices=("cuda",), multi_host=True, graph_capturable=True, interruptible=False
     )
 
     def prepare(self) -> bytes:
@@ -38,7 +38,7 @@ class NcclA2A(NcclTransport):
             if len(self._flat) >= _KNOWN:
                 self._flat.clear()
             found = self._flat[key] = recv.view(-1), send.view(-1)
-        work = self._groups[channel].alltoall_base(*found, [], [], self._options)
+        work = self.nccl(channel).alltoall_base(*found, [], [], self._options)
         if work is not None:
             work.wait()
         return recv

@@ -26,7 +26,7 @@ class NcclAgRs(NcclTransport):
 
     name: ClassVar[str] = "nccl_ag_rs"
     capabilities: ClassVar[Capabilities] = Capabilities(
-        devices=("cuda",), multi_host=True, graph_capturable=True, deterministic=False
+        devices=("cuda",), multi_host=True, graph_capturable=True, deterministic=False, interruptible=False
     )
 
     def fused_merge(
@@ -35,7 +35,7 @@ class NcclAgRs(NcclTransport):
         """`partial_out [B, H, D]`, `partial_lse [B, H]` float32, -inf where a row is empty -> this rank's rows of the
         merged out, and their LSE.
         """
-        nccl, n, rank, scatter = self._groups[channel], self.group.size, self.group.rank, self.shape.scatter
+        nccl, n, rank, scatter = self.nccl(channel), self.group.size, self.group.rank, self.shape.scatter
         mine = partial_lse.contiguous()
         lses = mine.new_empty((n, *mine.shape))
         nccl._allgather_base(lses.flatten(0, 1), mine).wait()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 from datetime import timedelta
 from typing import Any
@@ -9,8 +10,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from dcpcomm import topology
 from dcpcomm.errors import TransportUnavailable
 from dcpcomm.group import Group
+from dcpcomm.log import log
 from dcpcomm.topology import Facts
 from dcpcomm.transport import MergeTransport, Verdict
 
@@ -20,9 +23,10 @@ _NO_DEADLINE_S = 365 * 86400.0
 
 
 class NcclTransport(MergeTransport):
-    """Moves rows by `self._groups`, connected NCCL groups by channel."""
+    """Moves rows over connected NCCL groups, one for each channel."""
 
     _groups: tuple[Any, ...] = ()
+    _captured = False
 
     @classmethod
     def check(cls, facts: Facts) -> Verdict:
@@ -40,10 +44,27 @@ class NcclTransport(MergeTransport):
 
     def connect(self, peers: list[bytes]) -> None:
         self._groups = tuple(nccl_groups(self.group, self.shape.channels, peers))
+        for nccl in self._groups:
+            # Never to be collected: torch would end it wherever that happens to be, and wait for a graph that uses it.
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(nccl))
+
+    def nccl(self, channel: int) -> Any:
+        """The group of `channel`, for a call that is made now."""
+        if not self._captured and topology.on_gpu(self.group.device) and torch.cuda.is_current_stream_capturing():
+            self._captured = True
+        return self._groups[channel]
 
     def close(self) -> None:
-        # Dropped, not shut down: that would wait for peers, and one of them may be gone.
-        self._groups = ()
+        groups, self._groups = self._groups, ()
+        if self._captured:
+            # Ending one waits for the graphs that its calls were captured in, and nobody knows whether they still live.
+            log.info(
+                "rank %d: %d NCCL groups stay until the process ends: graphs use them", self.group.rank, len(groups)
+            )
+            return
+        for nccl in groups:
+            nccl.abort()  # not a shutdown, which would wait for peers: one of them may be gone
+            ctypes.pythonapi.Py_DecRef(ctypes.py_object(nccl))
 
 
 def nccl_groups(group: Group, channels: int, cards: list[bytes]) -> list[Any]:

@@ -9,6 +9,7 @@ import torch
 from dcpcomm.bench.ranks import Ranks
 from dcpcomm.bench.rivals.rival import Rival
 from dcpcomm.merger import DCPMerger
+from dcpcomm.registry import load_transport
 from dcpcomm.transport import MergeShape
 
 __all__ = ["Ours"]
@@ -25,6 +26,7 @@ class Ours(Rival):
     def __init__(self, ranks: Ranks, shape: MergeShape, device: torch.device, group: Any, transport: str) -> None:
         super().__init__(ranks, shape, device)
         self.name = transport  # type: ignore[misc]
+        self.sums_rounded = not load_transport(transport).capabilities.deterministic  # type: ignore[misc]
         self._group = group
         self._merger: DCPMerger | None = None
         self._outs: dict[int, torch.Tensor] = {}

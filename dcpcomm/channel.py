@@ -212,8 +212,8 @@ class Channel:
         self._watchdog.begin(self.index, header)
         try:
             if transport.fused_merge is not None:
-                merged = self._fused(transport, partials, start, t)
-                return (merged[0] if out is None else out.copy_(merged[0])), merged[1]
+                merged, merged_lse = self._fused(transport, partials, start, t)
+                return merged if out is None else out.copy_(merged), merged_lse if want_lse else None
             if transport.capabilities.layout == "view":
                 rows, lses = partials.cleaned().part(self._shape.scatter, self._group.size, start, t)
                 rows, lses = transport.exchange((rows.transpose(0, 1), lses.transpose(0, 1)), self.index)

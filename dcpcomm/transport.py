@@ -144,6 +144,8 @@ class Capabilities:
         graph_capturable: whether an exchange can be captured in a CUDA graph.
         deterministic: whether the result is bit-equal to the canonical arithmetic.
         may_hang: whether connecting or using it wrongly can hang a process past rescue.
+        interruptible: whether a call whose peer does not come ends at the deadline. False: nothing ends it but the
+            process, and so says the watchdog.
         soak_bytes: bytes to send and compare before it is trusted; 0 where it cannot tear a message.
         proven_on: places ("cpu", "sm_90", ...) where it is a candidate without being named; empty: everywhere.
         layout: "packed" or "view", see `MergeTransport.exchange`.
@@ -160,6 +162,7 @@ class Capabilities:
     graph_capturable: bool = False
     deterministic: bool = True
     may_hang: bool = False
+    interruptible: bool = True
     soak_bytes: int = 0
     proven_on: tuple[str, ...] = ()
     layout: Literal["packed", "view"] = "packed"

@@ -22,6 +22,9 @@ class _OverGloo:
     def check(cls, facts: Facts) -> Verdict:
         return Verdict(facts.place != "loopback")
 
+    def close(self) -> None:
+        self._groups = ()
+
     def connect(self, peers: list[bytes]) -> None:
         limit = timedelta(seconds=self.group.exchange_timeout_s or 100)
         self._groups = tuple(
@@ -32,7 +35,7 @@ class _OverGloo:
 
 class A2AOverGloo(_OverGloo, NcclA2A):
     name: ClassVar[str] = "a2a_over_gloo"
-    capabilities: ClassVar[Capabilities] = Capabilities(devices=("cpu",))
+    capabilities: ClassVar[Capabilities] = Capabilities(devices=("cpu",), interruptible=False)
 
     def prepare(self) -> bytes:
         self._flat, self._options = {}, dist.AllToAllOptions()
@@ -41,7 +44,9 @@ class A2AOverGloo(_OverGloo, NcclA2A):
 
 class AgRsOverGloo(_OverGloo, NcclAgRs):
     name: ClassVar[str] = "ag_rs_over_gloo"
-    capabilities: ClassVar[Capabilities] = Capabilities(devices=("cpu",), dtypes=(torch.float32,), deterministic=False)
+    capabilities: ClassVar[Capabilities] = Capabilities(
+        devices=("cpu",), dtypes=(torch.float32,), deterministic=False, interruptible=False
+    )
 
     def prepare(self) -> bytes:
         return b""

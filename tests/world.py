@@ -29,6 +29,7 @@ from dcpcomm.launch import LocalRanks
 POOL_SIZE = 4
 RUN_TIMEOUT_S = 40.0
 MEET_TIMEOUT_S = 20.0
+THREADS = ("loopback", "loopback_peer")
 ABSENT = "not a member of this group"
 
 _groups: dict[int, Any] = {}
@@ -49,7 +50,7 @@ def size_of(group: Any) -> int:
 
 def config_for(group: Any, **changes: Any) -> dict[str, Any]:
     """A configuration that names the transport under test. 15 s: far above what a right call takes."""
-    backend = "gloo_a2a" if isinstance(group, dist.ProcessGroup) else getattr(_here, "backend", "loopback")
+    backend = getattr(_here, "backend", "gloo_a2a" if isinstance(group, dist.ProcessGroup) else "loopback")
     return {"transport": backend, "verify": {"level": "quick"}, "watchdog": {"timeout_s": 15}, **changes}
 
 
@@ -166,14 +167,15 @@ class World:
         self, fn: Callable[..., Any], *args: Any, timeout_s: float = RUN_TIMEOUT_S, fresh: bool = False
     ) -> list[Any]:
         """`fn(group, *args)` on each of the N ranks at once; the results by group rank."""
-        if self.backend != "gloo_a2a":
+        if self.backend in THREADS:
             return _run_in_threads(self.backend, self.n, fn, args, timeout_s)
-        results = self.pool.run(_in_process, next(_meetings), self.n, fresh, fn, args, timeout_s=timeout_s)
+        place = next(_meetings), self.backend, self.n, fresh
+        results = self.pool.run(_in_process, *place, fn, args, timeout_s=timeout_s)
         return results[: self.n]
 
     def run_counting_warnings(self, fn: Callable[..., Any], *args: Any) -> tuple[list[Any], list[str]]:
         """As `run`; and every warning, by `warnings` or by a dcpcomm logger, that any rank gave meanwhile."""
-        if self.backend != "gloo_a2a":
+        if self.backend in THREADS:
             with listening() as heard:
                 return self.run(fn, *args), heard
         pairs = self.run(_listening_rank, fn, *args)
@@ -198,11 +200,11 @@ def _make_groups() -> None:
         _groups[n] = dist.new_group(list(range(n)))
 
 
-def _in_process(meeting: int, n: int, fresh: bool, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+def _in_process(meeting: int, backend: str, n: int, fresh: bool, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     group = dist.new_group(list(range(n))) if fresh else _groups[n]
     if dist.get_rank() >= n:
         return ABSENT
-    _here.meet = StoreMeeting(f"test/{meeting}", n)
+    _here.meet, _here.backend = StoreMeeting(f"test/{meeting}", n), backend
     return fn(group, *args)
 
 

@@ -5,10 +5,12 @@ device, copy from or to pageable memory behind them, or make torch's allocator a
 on the device before `together`, captures lie between two of them, results are fetched after `settle`.
 
 DCPCOMM_TEST_RIG=cpu runs what can be run without a GPU: a capture is then the function itself, a stream nothing.
+DCPCOMM_TEST_OVER=nccl_a2a runs the same between processes, over that transport and a GPU for each rank.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import time
@@ -23,9 +25,10 @@ import dcpcomm
 from dcpcomm.graphs import captured
 from dcpcomm.testing.loopback import provided_stream
 from tests.oracle import NAN, Case
-from tests.world import World, config_for, meet, shape_of
+from tests.world import POOL_SIZE, THREADS, ProcessPool, World, config_for, meet, shape_of
 
-DEVICE = torch.device(os.environ.get("DCPCOMM_TEST_RIG") or "cuda:0")
+OVER = os.environ.get("DCPCOMM_TEST_OVER", "loopback_peer")
+DEVICE = torch.device(os.environ.get("DCPCOMM_TEST_RIG") or ("cuda:0" if OVER in THREADS else "cuda"))
 ON_GPU = DEVICE.type == "cuda"
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 RUN_TIMEOUT_S = 120.0  # kernels may have to be compiled first
@@ -39,9 +42,26 @@ ONE_GPU = [
 needs_gpu = pytest.mark.skipif(not ON_GPU, reason="is about a GPU, and the rig is the CPU")
 
 
+_pool = ProcessPool()
+atexit.register(_pool.close)
+
+
 def run(n: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
-    """`fn(group, *args)` on N virtual ranks; the results by rank."""
-    return World("loopback_peer", n, None).run(fn, *args, timeout_s=RUN_TIMEOUT_S)  # type: ignore[arg-type]
+    """`fn(group, *args)` on N ranks; the results by rank."""
+    if OVER not in THREADS:
+        if n > (most := min(POOL_SIZE, torch.cuda.device_count() if ON_GPU else POOL_SIZE)):
+            pytest.skip(f"{n} ranks want {n} GPUs, and here are {most}")
+        return World(OVER, n, _pool).run(_on_own_gpu, fn, *args, timeout_s=RUN_TIMEOUT_S)
+    return World(OVER, n, _pool).run(fn, *args, timeout_s=RUN_TIMEOUT_S)
+
+
+def _on_own_gpu(group: Any, fn: Callable[..., Any], *args: Any) -> Any:
+    rank, size = group.rank(), group.size()
+    if ON_GPU:
+        torch.cuda.set_device(rank)
+    # An engine's coordinator, with the attributes of a loopback rank.
+    both = SimpleNamespace(rank=rank, size=size, rank_in_group=rank, world_size=size, device_group=group)
+    return fn(both, *args)
 
 
 def merger_for(group: Any, shape: dict[str, Any] | None = None, **config: Any) -> dcpcomm.DCPMerger:

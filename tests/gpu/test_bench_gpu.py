@@ -114,7 +114,9 @@ def test_one_row_from_end_to_end(tmp_path: Path) -> None:
         "--json",
         file,
     ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=dict(os.environ), check=False)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=240, env={**os.environ, "PYTHONSAFEPATH": "1"}, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     read = json.loads(file.read_text(encoding="utf-8"))
     rows = {row["transport"]: row for row in read["rows"]}

@@ -43,8 +43,9 @@ def taken() -> tuple[int, int]:
     gc.collect()
     meet()
     stats = torch.cuda.memory_stats(DEVICE)
+    found = stats["requested_bytes.all.current"], stats["allocated_bytes.all.current"]
     meet()
-    return stats["requested_bytes.all.current"], torch.cuda.memory_allocated(DEVICE)
+    return found
 
 
 def reserved() -> int:

@@ -17,11 +17,13 @@ __all__ = [
     "Case",
     "Claim",
     "NotHere",
+    "calls_off",
     "every_transport",
     "keeps_deadlines",
     "ragged",
     "repeatable",
     "sends_headers",
+    "spares_peers",
     "works_in_graphs",
 ]
 
@@ -75,7 +77,19 @@ def sends_headers(scene: Scene) -> str:
 
 
 def keeps_deadlines(scene: Scene) -> str:
+    if not scene.capabilities.interruptible:
+        return "interruptible=False"
     return "may_hang=True" if scene.capabilities.may_hang else ""
+
+
+def calls_off(scene: Scene) -> str:
+    """A rank whose call raised sends its headers alone: on a GPU always, elsewhere where they may come without rows."""
+    headers = sends_headers(scene)
+    return headers or ("" if scene.device == "cuda" or scene.capabilities.ragged else "ragged=False")
+
+
+def spares_peers(scene: Scene) -> str:
+    return keeps_deadlines(scene) if calls_off(scene) else ""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -52,6 +52,39 @@ def judge_results_kept(scene: Scene, got: list[Any]) -> None:
     judge_script(scene, few(scene), [[result for result, _ in results] for results in got])
 
 
+def what_was_asked_for(at: Rank) -> Any:
+    """Each call four times: with the LSE and without, into an `out` and not. What was returned, and (out, lse)."""
+    results = []
+    with at.merger(at.scene.shape()) as merger:
+        for call in few(at.scene).calls:
+            mine = at.mine(call.partials)
+            whole, alone = merger.merge(*mine, return_lse=True), merger.merge(*mine)
+            rooms = [torch.full_like(whole[0], NAN) for _ in range(2)]
+            into, into_alone = merger.merge(*mine, out=rooms[0], return_lse=True), merger.merge(*mine, out=rooms[1])
+            returned = [type(one).__name__ for one in (whole, alone, into, into_alone)]
+            returned += [
+                "its out" if one is room else "another" for one, room in zip((into[0], into_alone), rooms, strict=True)
+            ]
+            pairs = [(whole[0], whole[1]), (alone, whole[1]), (rooms[0], into[1]), (rooms[1], into[1])]
+            results.append((returned, [fetched(*pair) for pair in pairs]))
+        merger.check()
+    return results
+
+
+def judge_what_was_asked_for(scene: Scene, got: list[Any]) -> None:
+    wanted = ["tuple", "Tensor", "tuple", "Tensor", "its out", "its out"]
+    for rank, calls in enumerate(got):
+        for i, (returned, _) in enumerate(calls):
+            assert returned == wanted, (
+                f"rank {rank}: call {i} with the LSE, without, into `out` with it, without, returned {returned}; "
+                f"expected {wanted}"
+            )
+    for i, call in enumerate(few(scene).calls):
+        for way in range(4):
+            of_ranks = [calls[i][1][way] for calls in got]
+            judge_merge(scene, call.partials, of_ranks, "heads", f"call {i}, way {way} of asking")
+
+
 def inputs_kept(at: Rank) -> list[Any]:
     """Which inputs a call changed, and whether its result lies in one of them."""
     found = []
@@ -288,6 +321,12 @@ CALLS: tuple[Case, ...] = (
         proves="a merge neither changes its inputs nor returns their memory",
         rank_function=inputs_kept,
         judge=judge_inputs_kept,
+    ),
+    Case(
+        name="what-was-asked-for",
+        proves="the LSE comes where it is asked for, and nowhere else; `out` is filled and returned",
+        rank_function=what_was_asked_for,
+        judge=judge_what_was_asked_for,
     ),
     _scripted(
         "slow-reader",

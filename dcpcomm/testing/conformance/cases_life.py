@@ -7,7 +7,14 @@ from typing import Any
 from dcpcomm.config import load_config, options_for
 from dcpcomm.group import Group
 from dcpcomm.registry import load_transport
-from dcpcomm.testing.conformance.case import Case, keeps_deadlines, ragged, sends_headers
+from dcpcomm.testing.conformance.case import (
+    Case,
+    calls_off,
+    keeps_deadlines,
+    ragged,
+    sends_headers,
+    spares_peers,
+)
 from dcpcomm.testing.conformance.judging import expect_raised, judge_merge
 from dcpcomm.testing.conformance.partials import Partials
 from dcpcomm.testing.conformance.rank import Rank, fetched
@@ -79,7 +86,7 @@ def judge_odd_rows(scene: Scene, got: list[Any]) -> None:
 
 def wrong_on_one(at: Rank) -> Any:
     """Rank 0's argument is wrong, the others' are right; first they call while it raises, then it has raised."""
-    tells = at.scene.capabilities.ragged and not sends_headers(at.scene)
+    tells = not calls_off(at.scene)
     met = []
     with at.merger(at.scene.shape(), None if tells else SHORT_S) as merger:
         good = merge(at, merger, 5)
@@ -99,7 +106,7 @@ def wrong_on_one(at: Rank) -> Any:
 
 
 def judge_wrong_on_one(scene: Scene, got: list[Any]) -> None:
-    tells = scene.capabilities.ragged and not sends_headers(scene)
+    tells = not calls_off(scene)
     judge_good(scene, [good for good, _, _ in got], 5, "the call before")
     for rank, (_, met, _) in enumerate(got):
         for error in met:
@@ -193,7 +200,7 @@ LIFE: tuple[Case, ...] = (
         proves="a rank whose call raises doesn't leave the others waiting, and the next call is right",
         rank_function=wrong_on_one,
         judge=judge_wrong_on_one,
-        claim=keeps_deadlines,
+        claim=spares_peers,
     ),
     Case(
         name="absent-rank-named",

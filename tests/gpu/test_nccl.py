@@ -1,0 +1,139 @@
+"""NCCL between two GPUs: the conformance suite, the tests of one GPU over it, and how processes end."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+import torch
+
+from dcpcomm.testing import TransportConformance
+
+pytestmark = [
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL wants a GPU for each of two ranks"),
+    pytest.mark.timeout(200),
+]
+HERE = Path(__file__).parent
+LIMIT_S = 60
+
+
+class TestNcclA2A(TransportConformance):
+    transport = "nccl_a2a"
+    ranks = (2,)
+    device: ClassVar[str | None] = "cuda"
+
+
+class TestNcclAgRs(TransportConformance):
+    transport = "nccl_ag_rs"
+    ranks = (2,)
+    device: ClassVar[str | None] = "cuda"
+
+
+@pytest.mark.parametrize("file", ["test_merges_gpu.py", "test_graphs.py", "test_streams.py"])
+def test_what_holds_on_one_gpu_holds_over_nccl(file: str) -> None:
+    """Rows 14 to 28 of the list of faults, between processes."""
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(HERE / file)],
+        env={**os.environ, "DCPCOMM_TEST_OVER": "nccl_a2a", "PYTHONSAFEPATH": "1"},
+        cwd=HERE.parent.parent,
+        capture_output=True,
+        text=True,
+        timeout=180,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    assert " passed" in done.stdout
+
+
+BEGIN = """
+import os, sys, time
+import torch, torch.distributed as dist, dcpcomm
+from dcpcomm.graphs import captured
+rank = int(os.environ["RANK"])
+torch.cuda.set_device(rank)
+dist.init_process_group("gloo")
+shape = dcpcomm.MergeShape(max_tokens=4, num_heads=4, head_dim=32, dtype=torch.float32, lse_base="e")
+def build(timeout_s=20, **more):
+    config = {"transport": os.environ["OVER"], "verify": {"level": "quick"}, "watchdog": {"timeout_s": timeout_s}}
+    return dcpcomm.DCPMerger(None, shape, {**config, **more})
+partial, lse = torch.randn(3, 4, 32, device="cuda"), torch.randn(3, 4, device="cuda")
+out = torch.full((3, 2, 32), torch.nan, device="cuda")
+def with_graph():
+    merger = build()
+    merger.merge(partial, lse, out=out)
+    graph = captured(lambda: merger.merge(partial, lse, out=out), torch.device("cuda", rank))
+    graph.replay()
+    torch.cuda.synchronize()
+    merger.check()
+    assert bool(out.isfinite().all())
+    return merger, graph
+"""
+
+WAYS = {
+    "without close, with a live graph": "kept = with_graph()",
+    "closed, with a live graph": "merger, graph = with_graph(); merger.close(); merger.close()",
+    "the merger dropped, with a live graph": "graph = with_graph()[1]",
+    "the graph dropped before the merger": "merger, graph = with_graph(); del graph; merger.close()",
+    "closed by one rank only": "merger, graph = with_graph()\nif rank == 0: merger.close()",
+    "made and never used": "merger = build()",
+    "closed, another made, closed": "build().close(); build().close()",
+    "the process group destroyed before close": "merger = build(); dist.destroy_process_group(); merger.close()",
+    "reset with a live graph": "merger, graph = with_graph(); merger.reset(); merger.merge(partial, lse)",
+}
+
+
+def two_processes(text: str, tmp_path: Path, transport: str, limit_s: float = LIMIT_S) -> list[tuple[int, str]]:
+    """Status and output of each of two ranks that run `text`."""
+    script = tmp_path / "script.py"
+    script.write_text(text, encoding="utf-8")
+    command = [sys.executable, "-W", "error", str(script)]
+    place = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29533", "OVER": transport}
+    ranks = [
+        subprocess.Popen(
+            command,
+            env={**os.environ, **place, "RANK": str(rank), "OMP_NUM_THREADS": "1"},
+            cwd=tmp_path,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        outputs = [rank.communicate(timeout=limit_s)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    return [(rank.returncode, output) for rank, output in zip(ranks, outputs, strict=True)]
+
+
+@pytest.mark.parametrize("transport", ["nccl_a2a", "nccl_ag_rs"])
+@pytest.mark.parametrize("way", WAYS)
+def test_processes_end_cleanly(way: str, transport: str, tmp_path: Path) -> None:
+    """Row 31: status 0, no hang, no message."""
+    for rank, (status, output) in enumerate(two_processes(BEGIN + WAYS[way], tmp_path, transport)):
+        assert status == 0, f"{way}, rank {rank}: status {status}: {output}"
+        assert not output.strip(), f"{way}, rank {rank}: {output}"
+
+
+def test_a_process_whose_peer_never_comes_is_ended(tmp_path: Path) -> None:
+    """What can't be interrupted ends with its process, by torch's own watchdog: it does not hang."""
+    late = """
+merger = build(timeout_s=4)
+merger.merge(partial, lse, out=out)
+torch.cuda.synchronize()
+if rank == 0:
+    merger.merge(partial, lse, out=out)
+    torch.cuda.synchronize()
+    print("went on")
+else:
+    time.sleep(25)
+    os._exit(0)
+"""
+    (status, output), _ = two_processes(BEGIN + late, tmp_path, "nccl_a2a")
+    assert status != 0, output
+    assert "went on" not in output
