@@ -1,14 +1,18 @@
-"""`nccl_a2a`: rows and LSE in one message per peer, by one NCCL all-to-all on the current stream. Any GPUs."""
+"""`nccl_a2a`: rows and LSE in one message per peer, by one NCCL group call on the current stream. Any GPUs."""
 
 from __future__ import annotations
 
-from typing import ClassVar
+import functools
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 
 from dcpcomm.backends.nccl_groups import NcclTransport
-from dcpcomm.transport import Capabilities
+from dcpcomm.backends.nccl_library import PeerExchange, communicator
+from dcpcomm.group import Group
+from dcpcomm.transport import Capabilities, MergeShape
 
 __all__ = ["NcclA2A"]
 
@@ -16,33 +20,47 @@ _KNOWN = 1024
 
 
 class NcclA2A(NcclTransport):
-    """One `all_to_all_single` of the packed blocks, over communicators of its own."""
+    """Every packed block to its rank, over communicators of its own."""
 
     name: ClassVar[str] = "nccl_a2a"
-    capabilities: ClassVar[Capabilities] = Capabilities(
-        devices=("cuda",), multi_host=True, graph_capturable=True, interruptible=False
-    )
+    capabilities: ClassVar[Capabilities] = Capabilities(devices=("cuda",), multi_host=True, graph_capturable=True)
 
-    def prepare(self) -> bytes:
-        self._flat: dict[tuple[int, int, torch.Size], tuple[torch.Tensor, torch.Tensor]] = {}
-        self._options = dist.AllToAllOptions()
-        if hasattr(self._options, "asyncOp"):
-            self._options.asyncOp = False  # on the current stream itself: no stream of NCCL's to wait for
-        return super().prepare()
+    def __init__(self, group: Group, shape: MergeShape, options: Any) -> None:
+        super().__init__(group, shape, options)
+        self._comms: tuple[int | None, ...] = ()
+        self._bound: dict[tuple[int, int, int, torch.Size], Callable[[], object]] = {}
+
+    def connect(self, peers: list[bytes]) -> None:
+        super().connect(peers)
+        self._comms = tuple(communicator(group) for group in self._groups)
 
     def exchange(self, send: torch.Tensor, channel: int, recv: torch.Tensor | None = None) -> torch.Tensor:
         assert recv is not None
-        key = send.data_ptr(), recv.data_ptr(), send.shape
-        found = self._flat.get(key)
+        key = channel, send.data_ptr(), recv.data_ptr(), send.shape
+        found = self._bound.get(key)
         if found is None:
-            if len(self._flat) >= _KNOWN:
-                self._flat.clear()
-            found = self._flat[key] = recv.view(-1), send.view(-1)
-        work = self.nccl(channel).alltoall_base(*found, [], [], self._options)
-        if work is not None:
-            work.wait()
+            if len(self._bound) >= _KNOWN:
+                self._bound.clear()
+            found = self._bound[key] = self._bind(self._comms[channel], channel, send, recv)
+        self.notice_capture()
+        found()
         return recv
+
+    def _bind(self, comm: int | None, channel: int, send: torch.Tensor, recv: torch.Tensor) -> Callable[[], object]:
+        if comm is not None:
+            return PeerExchange(comm, self.group.rank, self.group.device, send, recv)
+        return functools.partial(_all_to_all, self._groups[channel], recv.view(-1), send.view(-1))
 
     def close(self) -> None:
         super().close()
-        self._flat = {}
+        self._bound, self._comms = {}, ()
+
+
+def _all_to_all(group: Any, recv: torch.Tensor, send: torch.Tensor) -> None:
+    """By torch, where its NCCL can't be called."""
+    options = dist.AllToAllOptions()
+    if hasattr(options, "asyncOp"):
+        options.asyncOp = False  # on the current stream itself: no stream of NCCL's to wait for
+    work = group.alltoall_base(recv, send, [], [], options)
+    if work is not None:
+        work.wait()

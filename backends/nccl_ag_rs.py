@@ -35,7 +35,8 @@ class NcclAgRs(NcclTransport):
         """`partial_out [B, H, D]`, `partial_lse [B, H]` float32, -inf where a row is empty -> this rank's rows of the
         merged out, and their LSE.
         """
-        nccl, n, rank, scatter = self.nccl(channel), self.group.size, self.group.rank, self.shape.scatter
+        self.notice_capture()
+        nccl, n, rank, scatter = self._groups[channel], self.group.size, self.group.rank, self.shape.scatter
         mine = partial_lse.contiguous()
         lses = mine.new_empty((n, *mine.shape))
         nccl._allgather_base(lses.flatten(0, 1), mine).wait()

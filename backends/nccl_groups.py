@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+import threading
 from datetime import timedelta
 from typing import Any
 
@@ -15,7 +16,7 @@ from dcpcomm.errors import TransportUnavailable
 from dcpcomm.group import Group
 from dcpcomm.log import log
 from dcpcomm.topology import Facts
-from dcpcomm.transport import MergeTransport, Verdict
+from dcpcomm.transport import MergeShape, MergeTransport, Verdict
 
 __all__ = ["NcclTransport", "nccl_groups"]
 
@@ -25,8 +26,11 @@ _NO_DEADLINE_S = 365 * 86400.0
 class NcclTransport(MergeTransport):
     """Moves rows over connected NCCL groups, one for each channel."""
 
-    _groups: tuple[Any, ...] = ()
-    _captured = False
+    def __init__(self, group: Group, shape: MergeShape, options: Any) -> None:
+        super().__init__(group, shape, options)
+        self._groups: tuple[Any, ...] = ()
+        self._captured = False
+        self._interrupted: dict[int, Exception] = {}
 
     @classmethod
     def check(cls, facts: Facts) -> Verdict:
@@ -48,11 +52,20 @@ class NcclTransport(MergeTransport):
             # Never to be collected: torch would end it wherever that happens to be, and wait for a graph that uses it.
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(nccl))
 
-    def nccl(self, channel: int) -> Any:
-        """The group of `channel`, for a call that is made now."""
+    def notice_capture(self) -> None:
+        """Before each call."""
         if not self._captured and topology.on_gpu(self.group.device) and torch.cuda.is_current_stream_capturing():
             self._captured = True
-        return self._groups[channel]
+
+    def poll(self, channel: int) -> None:
+        if self._interrupted and channel in self._interrupted:
+            raise self._interrupted[channel]
+
+    def interrupt(self, channel: int, error: Exception) -> None:
+        if channel < len(self._groups) and channel not in self._interrupted:
+            self._interrupted[channel] = error
+            # Its kernels end at once, captured ones too. The call itself waits for the graphs that they are in.
+            threading.Thread(target=self._groups[channel].abort, daemon=True, name="dcpcomm NCCL abort").start()
 
     def close(self) -> None:
         groups, self._groups = self._groups, ()
@@ -62,7 +75,9 @@ class NcclTransport(MergeTransport):
                 "rank %d: %d NCCL groups stay until the process ends: graphs use them", self.group.rank, len(groups)
             )
             return
-        for nccl in groups:
+        for channel, nccl in enumerate(groups):
+            if channel in self._interrupted:
+                continue  # it is being ended
             nccl.abort()  # not a shutdown, which would wait for peers: one of them may be gone
             ctypes.pythonapi.Py_DecRef(ctypes.py_object(nccl))
 
@@ -95,8 +110,8 @@ def nccl_groups(group: Group, channels: int, cards: list[bytes]) -> list[Any]:
     with torch.cuda.device(group.device):
         for channel in range(channels):
             options = dist.ProcessGroupNCCL.Options()
-            # Past it NCCL's own watchdog ends this process: a kernel that waits in NCCL can't be interrupted.
-            options._timeout = timedelta(seconds=_NO_DEADLINE_S if limit is None else max(limit, group.timeout_s))
+            # Past it torch's watchdog ends this process, where dcpcomm's has not ended the call.
+            options._timeout = timedelta(seconds=_NO_DEADLINE_S if limit is None else 3 * max(limit, group.timeout_s))
             nccl: Any = dist.ProcessGroupNCCL(group.store(f"nccl/{channel}"), group.rank, group.size, options)
             made.append(nccl)
         for nccl in made:

@@ -16,6 +16,9 @@ def span(tensor: torch.Tensor) -> tuple[int, int]:
     """First byte and one past the last byte that `tensor` can touch; (0, 0) where it has no elements."""
     if tensor.numel() == 0:
         return 0, 0
+    if tensor.is_contiguous():  # the usual case, and on the hot path
+        start = tensor.data_ptr()
+        return start, start + tensor.nbytes
     reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     start = tensor.data_ptr()
     return start, start + (reach + 1) * tensor.element_size()
@@ -34,6 +37,8 @@ def overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 def overlaps_itself(tensor: torch.Tensor) -> bool:
     """Whether two indices of `tensor` may name one element (an expanded axis, say)."""
+    if tensor.is_contiguous():
+        return False
     reach = 0
     for stride, size in sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n > 1):
         if stride <= reach:

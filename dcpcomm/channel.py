@@ -116,7 +116,9 @@ class Channel:
                 last = self._watchdog.last_words(error.ranks)
                 text = f"rank {self._group.rank}: channel {self.index}: {error}. Last heard: {last}"
                 self._group.control.note("raised", text)
-                self._break(TransportTimeout(text, error.ranks))
+                call = self._watchdog.own_call(self.index)
+                mismatch = self._met_in_other_calls(error.ranks, call) if call is not None else None
+                self._break(mismatch or TransportTimeout(text, error.ranks))
             except CallMismatch as error:  # it is `broken` now
                 self._group.control.note("raised", str(error))
         if self.broken is not None:
@@ -359,18 +361,24 @@ class Channel:
                     f"rank {rank}: {call} on channel {self.index} was called off: rank {late} raised in call "
                     f"{call.ordinal} instead of sending its rows: {reason}. Nothing was merged"
                 )
-            # With another B it may be waiting over another transport, where its header can't be met.
-            theirs = self._watchdog.call_of(late, self.index)
-            if theirs is not None and theirs.ordinal == call.ordinal and theirs != call:
-                return CallMismatch(
-                    f"rank {rank}: ranks waited in different calls on channel {self.index}: rank {rank} in {call}; "
-                    f"rank {late} in {theirs}. Nothing was merged"
-                )
-        return TransportTimeout(
+        return self._met_in_other_calls(error.ranks, call) or TransportTimeout(
             f"rank {rank}: {call} on channel {self.index} over {transport.name!r}: {error}. Last heard: "
             f"{self._watchdog.last_words(error.ranks)}",
             error.ranks,
         )
+
+    def _met_in_other_calls(self, others: tuple[int, ...], call: Header) -> CallMismatch | None:
+        """With another B a rank may wait over another transport, or in a library that wants equal sizes: its header is
+        never met.
+        """
+        for late in others:
+            theirs = self._watchdog.call_of(late, self.index)
+            if theirs is not None and theirs.ordinal == call.ordinal and theirs != call:
+                return CallMismatch(
+                    f"rank {self._group.rank}: ranks waited in different calls on channel {self.index}: rank "
+                    f"{self._group.rank} in {call}; rank {late} in {theirs}. Nothing was merged"
+                )
+        return None
 
     def _cancel_key(self, ordinal: int) -> str:
         """Where the reason is noted. Ordinals begin again with a reset, so the generation is in it. A GPU counts by

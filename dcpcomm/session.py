@@ -14,7 +14,7 @@ from dcpcomm.channel import Channel
 from dcpcomm.combine.engine import Partials, engine_for
 from dcpcomm.config import MergeConfig, load_config, options_for
 from dcpcomm.decision import Fallen
-from dcpcomm.errors import DCPCommError, ShapeError, TransportUnavailable
+from dcpcomm.errors import DCPCommError, ShapeError, TransportTimeout, TransportUnavailable
 from dcpcomm.group import Group
 from dcpcomm.log import log
 from dcpcomm.rows import RowCounts
@@ -60,7 +60,9 @@ class Session:
             self.decision, self.transports = select(self.group, shape, self.config, self.device, self._workspace)
         if not any(type(one).needs_workspace() for one in self.transports.values()):
             self._workspace.release()
-        self._watchdog = Watchdog(self.group.control, shape.channels, watchdog.timeout_s, watchdog.action, self)
+        self._watchdog = Watchdog(
+            self.group.control, shape.channels, watchdog.timeout_s, watchdog.action, self, self.engine.progress
+        )
         if self._workspace.memory is not None:
             with torch.inference_mode(False):
                 self.engine.ordinals = self._workspace.regions()["ordinals"].view(torch.int64)[: shape.channels]
@@ -133,6 +135,13 @@ class Session:
         self.engine.reset()
         self._watchdog.forget()
         self.channels = self._make_channels()
+
+    def overdue(self, channel: int, ordinal: int, seconds: float, late: tuple[int, ...]) -> None:
+        """On the watchdog's thread: a call waits on the GPU past the deadline. Have the transport end it, if it can."""
+        who = ", ".join(str(rank) for rank in late)
+        error = TransportTimeout(f"rank {who} did not arrive within {seconds:.1f} s in call {ordinal}", late)
+        for transport in list(self.transports.values()):
+            transport.interrupt(channel, error)
 
     def _connect_again(self) -> None:
         for name, transport in self.transports.items():

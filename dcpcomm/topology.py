@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import platform
 import socket
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-__all__ = ["Facts", "host_identity", "local_facts", "on_gpu"]
+__all__ = ["Facts", "current_stream", "host_identity", "local_facts", "on_gpu"]
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,19 @@ def host_identity() -> str:
 def on_gpu(device: torch.device) -> bool:
     """Whether what is done on `device` has not been done when the call returns."""
     return device.type == "cuda"
+
+
+def current_stream(device: torch.device) -> int:
+    """The handle of the current stream of `device`, which has an index."""
+    return _raw_stream(device.index)
+
+
+def _slow_raw_stream(index: int) -> int:
+    return int(torch.cuda.current_stream(index).cuda_stream)
+
+
+#: Without the object that torch makes of a stream: it costs more than a launch.
+_raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", _slow_raw_stream)
 
 
 def local_facts(rank: int, world_size: int, device: torch.device, loopback: bool) -> Facts:

@@ -242,6 +242,11 @@ class MergeTransport(ABC):
         its rows are there (on a GPU). Must not wait.
         """
 
+    def interrupt(self, channel: int, error: Exception) -> None:  # noqa: B027
+        """On a GPU, from another thread, past the deadline: end this channel's exchange, which waits for a peer, and
+        have `poll` raise `error`. Nothing where exchanges end by themselves. Must not wait.
+        """
+
     def cancel(self, send: torch.Tensor, channel: int) -> None:
         """Tell peers that this rank has nothing to send in this call (ragged transports).
 

@@ -12,7 +12,9 @@ import json
 import threading
 import time
 import weakref
-from typing import Any
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
 
 from dcpcomm.combine.wire import Header
 from dcpcomm.control import Control
@@ -21,24 +23,70 @@ from dcpcomm.log import log
 __all__ = ["Watchdog"]
 
 
+class Overdue(Protocol):
+    """Whom a watchdog tells of a call that waits on a device."""
+
+    def overdue(self, channel: int, ordinal: int, seconds: float, late: tuple[int, ...]) -> None:
+        """Call `ordinal` of `channel` has waited for `seconds`, for ranks `late`, past the deadline."""
+
+
+class _State(NamedTuple):
+    """Of one channel on this rank.
+
+    Attributes:
+        inside: whether a call is under way.
+        call: the last that Python made; replays run none.
+        since: when it began or ended.
+        begun: calls so far, replays too, where a device counts them; else 0.
+    """
+
+    inside: bool
+    call: Header | None
+    since: float
+    begun: int = 0
+
+
 class _Progress:
-    """What this rank last did on each channel. Written by the calling threads, read by the watchdog's."""
+    """What this rank last did on each channel. Written by the calling threads and a device, read by the watchdog's.
 
-    def __init__(self, channels: int) -> None:
+    Args:
+        device: `Engine.progress`.
+    """
+
+    def __init__(self, channels: int, device: np.ndarray | None) -> None:
+        self._device = device
+        self.forget(channels)
+
+    def forget(self, channels: int) -> None:
         self.moved = time.monotonic()
-        self.calls: list[tuple[bool, Header | None, float]] = [(False, None, self.moved)] * channels
+        self.calls = [_State(False, None, self.moved)] * channels
+        self._seen: list[tuple[int, int, float]] = [(0, 0, self.moved)] * channels
 
-    def note(self) -> str:
-        """For the others: by channel, whether this rank is inside a call, its header, and for how long."""
+    def look(self) -> list[_State]:
+        """By channel. On a device, a call is under way from its first kernel to its last."""
+        if self._device is None:
+            return list(self.calls)
+        now, states = time.monotonic(), []
+        for channel, (before, call) in enumerate(zip(self._seen, self.calls, strict=True)):
+            begun, ended = int(self._device[channel, 0]), int(self._device[channel, 1])
+            if (begun, ended) != before[:2]:
+                self._seen[channel] = begun, ended, now
+                self.moved = now
+            states.append(_State(begun > ended, call.call, self._seen[channel][2], begun))
+        return states
+
+    def note(self, states: list[_State]) -> str:
+        """For the others."""
         now = time.monotonic()
         return json.dumps(
             [
                 {
-                    "inside": inside,
-                    "call": call._asdict() if call is not None else None,
-                    "seconds": round(now - since, 1),
+                    "inside": state.inside,
+                    "call": state.call._asdict() if state.call is not None else None,
+                    "seconds": round(now - state.since, 1),
+                    "begun": state.begun,
                 }
-                for inside, call, since in self.calls
+                for state in states
             ]
         )
 
@@ -48,15 +96,24 @@ class Watchdog:
 
     Args:
         timeout_s: how long an exchange may wait for its peers.
-        action: "raise": the exchange itself raises at the deadline. "log": it waits on, and this thread says so once
-            per call.
+        action: "raise": the exchange itself raises at the deadline, or `owner.overdue(channel, ...)` is called where it
+            is on a device. "log": it waits on, and this thread says so once per call.
         owner: what the thread ends with, or with the process.
+        device: `Engine.progress`.
     """
 
-    def __init__(self, control: Control, channels: int, timeout_s: float, action: str, owner: object) -> None:
+    def __init__(
+        self,
+        control: Control,
+        channels: int,
+        timeout_s: float,
+        action: str,
+        owner: Overdue,
+        device: np.ndarray | None = None,
+    ) -> None:
         self._control = control
         self._timeout_s, self._action = timeout_s, action
-        self._progress = _Progress(channels)
+        self._progress = _Progress(channels, device)
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self._starting = threading.Lock()
@@ -67,20 +124,18 @@ class Watchdog:
         if self._thread is None:
             self._start()
         now = time.monotonic()
-        self._progress.calls[channel] = (True, call, now)
+        self._progress.calls[channel] = _State(True, call, now)
         self._progress.moved = now
 
     def end(self, channel: int, call: Header) -> None:
         """This rank has left it."""
         now = time.monotonic()
-        self._progress.calls[channel] = (False, call, now)
+        self._progress.calls[channel] = _State(False, call, now)
         self._progress.moved = now
 
     def forget(self) -> None:
         """After a reset: what was done before it says nothing of the calls to come."""
-        now = time.monotonic()
-        self._progress.calls[:] = [(False, None, now)] * len(self._progress.calls)
-        self._progress.moved = now
+        self._progress.forget(len(self._progress.calls))
 
     def last_words(self, ranks: tuple[int, ...]) -> str:
         """What each of `ranks` last noted, for an error message."""
@@ -88,9 +143,12 @@ class Watchdog:
 
     def call_of(self, rank: int, channel: int) -> Header | None:
         """The call that `rank` noted it is waiting in, if it did."""
-        note = self._control.read_note(rank, "progress")
-        there: dict[str, Any] = json.loads(note)[channel] if note else {"inside": False}
+        there = _noted(self._control, rank, channel)
         return Header(**there["call"]) if there["inside"] and there["call"] else None
+
+    def own_call(self, channel: int) -> Header | None:
+        """The last call that this rank made from Python."""
+        return self._progress.calls[channel].call
 
     def stop(self) -> None:
         """End the thread. Safe twice."""
@@ -106,7 +164,7 @@ class Watchdog:
     def _watching_thread(self) -> threading.Thread:
         thread = threading.Thread(
             target=_watch,
-            args=(self._control, self._progress, self._stop, self._timeout_s, self._action),
+            args=(self._control, self._progress, self._stop, self._timeout_s, self._action, self._owner),
             daemon=True,
             name="dcpcomm watchdog",
         )
@@ -125,30 +183,58 @@ def _end(stop: threading.Event, thread: threading.Thread) -> None:
         thread.join(timeout=1.0)
 
 
-def _watch(control: Control, progress: _Progress, stop: threading.Event, timeout_s: float, action: str) -> None:
-    noted_at = -1.0
-    logged: set[tuple[int, Header]] = set()
+def _watch(
+    control: Control,
+    progress: _Progress,
+    stop: threading.Event,
+    timeout_s: float,
+    action: str,
+    owner: weakref.ref[Overdue],
+) -> None:
+    noted: Any = None
+    told: set[tuple[int, float]] = set()
     while not stop.wait(min(1.0, timeout_s / 8)):
-        now, moved = time.monotonic(), progress.moved
-        if now - moved > timeout_s / 2 and noted_at != moved:
-            control.note("progress", progress.note())
-            noted_at = moved
-        if action != "log":
-            continue
-        for channel, (inside, call, since) in enumerate(progress.calls):
-            if inside and call is not None and now - since > timeout_s and (channel, call) not in logged:
-                logged.add((channel, call))
-                others = "; ".join(
-                    f"rank {rank}: {_last_word(control, rank)}" for rank in range(control.size) if rank != control.rank
-                )
-                log.warning(
-                    "rank %d has waited %.1f s in %s on channel %d. %s",
-                    control.rank,
-                    now - since,
-                    call,
-                    channel,
-                    others,
-                )
+        states, now = progress.look(), time.monotonic()
+        idle = progress.moved if now - progress.moved > timeout_s / 2 else None
+        stuck = [state.since for state in states if state.inside and now - state.since > timeout_s / 2]
+        if (stuck or idle) and noted != (idle, stuck):
+            control.note("progress", progress.note(states))
+            noted = idle, stuck
+        for channel, state in enumerate(states):
+            waited = now - state.since
+            if not state.inside or waited <= timeout_s or (channel, state.since) in told:
+                continue
+            told.add((channel, state.since))
+            if action == "log":
+                _log(control, channel, state, waited)
+            elif state.begun and (session := owner()) is not None:
+                session.overdue(channel, state.begun - 1, waited, _late(control, channel, state))
+                del session  # or this thread would keep it alive
+
+
+def _log(control: Control, channel: int, state: _State, waited: float) -> None:
+    others = (rank for rank in range(control.size) if rank != control.rank)
+    log.warning(
+        "rank %d has waited %.1f s in %s on channel %d. %s",
+        control.rank,
+        waited,
+        state.call if state.call is not None and not state.begun else f"call {state.begun - 1}",
+        channel,
+        "; ".join(f"rank {rank}: {_last_word(control, rank)}" for rank in others),
+    )
+
+
+def _late(control: Control, channel: int, mine: _State) -> tuple[int, ...]:
+    """The ranks that have not noted that they came to the call which this device waits in; all, where all have."""
+    others = tuple(rank for rank in range(control.size) if rank != control.rank)
+    return tuple(rank for rank in others if _noted(control, rank, channel)["begun"] < mine.begun) or others
+
+
+def _noted(control: Control, rank: int, channel: int) -> dict[str, Any]:
+    """What `rank` last noted of a channel; that it does nothing, where it noted nothing."""
+    note = control.read_note(rank, "progress")
+    there: dict[str, Any] = json.loads(note)[channel] if note else {"inside": False, "call": None, "begun": 0}
+    return there
 
 
 def _last_word(control: Control, rank: int) -> str:

@@ -27,6 +27,7 @@ class _OverGloo:
 
     def connect(self, peers: list[bytes]) -> None:
         limit = timedelta(seconds=self.group.exchange_timeout_s or 100)
+        self._comms = (None,) * self.shape.channels
         self._groups = tuple(
             dist.ProcessGroupGloo(self.group.store(f"over/{channel}"), self.group.rank, self.group.size, limit)
             for channel in range(self.shape.channels)
@@ -38,7 +39,6 @@ class A2AOverGloo(_OverGloo, NcclA2A):
     capabilities: ClassVar[Capabilities] = Capabilities(devices=("cpu",), interruptible=False)
 
     def prepare(self) -> bytes:
-        self._flat, self._options = {}, dist.AllToAllOptions()
         return b""
 
 

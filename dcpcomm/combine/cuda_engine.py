@@ -77,13 +77,16 @@ class _CudaCall(PackedCall):
         self._token_n = layout.tokens // n if shape.scatter == "tokens" else 0
         self._ordinal = engine.ordinals[channel].data_ptr()
         self._record = engine.records.memory[channel].data_ptr()
+        self._progress = engine.records.progress[channel].data_ptr()
         self._packs: dict[tuple[int, int], tuple[Launch, PackParams]] = {}
         self._combines: dict[tuple[int, ...], tuple[Launch, CombineParams]] = {}
 
     def call_off(self, header: Header) -> None:
         n = self._engine.world_size
         nothing, no_lse = torch.empty((n, 0, 0, 0), dtype=self._engine.shape.dtype), torch.empty((n, 0, 0))
-        params = pack_params(self._send, nothing, no_lse, self._engine.rank, header, self._ordinal)
+        params = pack_params(
+            self._send, nothing, no_lse, self._engine.rank, header, self._ordinal, progress=self._progress
+        )
         self._engine.kernels.pack(self._engine.stream(), params)
 
     def pack(self, partials: Partials, start: int, header: Header) -> None:
@@ -93,7 +96,9 @@ class _CudaCall(PackedCall):
         found = self._packs.get(key)
         if found is None:
             out_part, lse_part = self._part(partials, start)
-            params = pack_params(self._send, out_part, lse_part, self._engine.rank, header, self._ordinal)
+            params = pack_params(
+                self._send, out_part, lse_part, self._engine.rank, header, self._ordinal, progress=self._progress
+            )
             found = self._packs[key] = self._engine.kernels.bind_pack(params), params
         launch, params = found
         params.rows, params.lse = rows, lse
@@ -136,6 +141,7 @@ class _CudaCall(PackedCall):
             header=header,
             ordinal=self._ordinal,
             record=self._record,
+            progress=self._progress,
         )
         return engine.kernels.bind_combine(params), params
 

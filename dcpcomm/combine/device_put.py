@@ -10,6 +10,7 @@ import ctypes
 
 import torch
 
+from dcpcomm import topology
 from dcpcomm.combine.driver import Launch
 from dcpcomm.combine.kernels import Kernels
 from dcpcomm.combine.params import ChannelState, PutParams, TakeParams
@@ -70,7 +71,7 @@ class DevicePut:
         put, take, params = self._bound(send, channel, recv)
         limit = self._group.exchange_timeout_s
         params.deadline_ns = 0 if limit is None else int(limit * 1e9)
-        stream = torch.cuda.current_stream(self._buffers.own.device).cuda_stream
+        stream = topology.current_stream(self._buffers.own.device)
         put(stream)
         take(stream)
         return recv

@@ -158,6 +158,13 @@ class Engine(ABC):
         """
         return None
 
+    @property
+    def progress(self) -> np.ndarray | None:
+        """int64 `[channels, 2 or more]`, as it is now: calls that have begun on the device, and that have ended; None
+        on CPU, where they have when they return.
+        """
+        return None
+
     def settle(self, channel: int) -> None:  # noqa: B027
         """Forget the failure: it has been told."""
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
+from dcpcomm import topology
 from dcpcomm.combine.engine import Engine, Failure
 from dcpcomm.combine.params import record_words
 from dcpcomm.combine.wire import HEADER_WORDS, Header
@@ -12,15 +14,22 @@ from dcpcomm.transport import MergeShape
 __all__ = ["CallRecords", "GpuEngine"]
 
 
+_PROGRESS_WORDS = 8  # a line of the host's cache for each channel
+
+
 class CallRecords:
     """What the GPU notes of headers that don't fit, in pinned memory: read without asking the GPU.
 
     Per channel int64 words: 0, or 1 where there is something; this rank's header; every source's.
+
+    Attributes:
+        progress: int64 `[channels, ...]`, pinned: calls begun, and calls ended.
     """
 
     def __init__(self, channels: int, world_size: int) -> None:
         with torch.inference_mode(False):
             self.memory = torch.zeros((channels, record_words(world_size)), dtype=torch.int64).pin_memory()
+            self.progress = torch.zeros((channels, _PROGRESS_WORDS), dtype=torch.int64).pin_memory()
         self._words = self.memory.numpy()
 
     def failure(self, channel: int) -> Failure | None:
@@ -52,9 +61,13 @@ class GpuEngine(Engine):
 
     def stream(self) -> int:
         """The current stream's handle."""
-        handle = int(torch.cuda.current_stream(self.device).cuda_stream)
+        handle = topology.current_stream(self.device)
         self._streams.add(handle)
         return handle
+
+    @property
+    def progress(self) -> np.ndarray | None:
+        return self.records.progress.numpy()
 
     def failure(self, channel: int) -> Failure | None:
         return self.records.failure(channel)
@@ -71,5 +84,6 @@ class GpuEngine(Engine):
         if self.ordinals is not None:
             self.ordinals.zero_()
         torch.cuda.current_stream(self.device).synchronize()  # calls may come on any stream
+        self.records.progress.zero_()
         for channel in range(self.shape.channels):
             self.settle(channel)

@@ -76,7 +76,7 @@ class PackParams(ctypes.Structure):
         *_fields(_I64, "lse_n lse_t lse_h"),
         ("send", _U64),
         *_fields(_I64, "block_stride pitch"),
-        ("ordinal", _U64),
+        *_fields(_U64, "ordinal progress"),
         *_fields(_I64, "word1 word2 kind"),
         ("counts", Counts),
         *_fields(_U32, "ranks rank heads row_bytes vectors row_count per_block lse_kind"),
@@ -103,7 +103,7 @@ class CombineParams(ctypes.Structure):
         ("header_stride", _I64),
         ("ordinal", _U64),
         *_fields(_I64, "word1 word2 word3"),
-        ("record", _U64),
+        *_fields(_U64, "record progress"),
         ("counts", Counts),
         ("ranks", _U32),
         ("own", _I32),
@@ -245,6 +245,7 @@ def pack_params(
     header: Header,
     ordinal: int,
     counts: Counts = _NO_COUNTS,
+    progress: int = 0,
 ) -> PackParams:
     """What a pack of these is launched with.
 
@@ -254,6 +255,7 @@ def pack_params(
         lse: `[N, t, h]`, any strides, float32, bfloat16 or float16.
         header: its ordinal is not looked at.
         ordinal: address of the channel's int64 in device memory.
+        progress: address of pinned host memory, int64 `[2]`, for the calls begun and ended; 0: not told.
     """
     n, t, h, d = partial_out.shape
     size = partial_out.element_size()
@@ -267,7 +269,7 @@ def pack_params(
     return PackParams(
         partial_out.data_ptr(), rows_n, rows_t, rows_h, rows_d,
         lse_at, lse_n, lse_t, lse_h,
-        send.address, send.block_stride, send.pitch, ordinal, word1, word2, kind,
+        send.address, send.block_stride, send.pitch, ordinal, progress, word1, word2, kind,
         counts,
         n, rank, h, d * size, send.lse_at // 16, 0 if kind else row_count, t * h,
         _lse_kind(lse, lse_at, lse_n | lse_t | lse_h),
@@ -305,6 +307,7 @@ def combine_params(
     header: Header | None = None,
     ordinal: int = 0,
     record: int = 0,
+    progress: int = 0,
     counts: Counts = _NO_COUNTS,
 ) -> CombineParams:
     """What a combine of these is launched with.
@@ -317,6 +320,7 @@ def combine_params(
         own: the source whose rows and LSE are taken from `own_rows` `[t, h, D]` and `own_lse` `[t, h]`; -1: none.
         wire: whose headers must say what `header` and the ordinal at address `ordinal`, less 1, say; None: unchecked.
         record: address of pinned host memory, int64 `[record_words(N)]`, for headers that differ; 0: not kept.
+        progress: as for `pack_params`.
         counts: of the rows of `own`, where no pack has looked at them.
     """
     n, t, h, d = rows.shape
@@ -348,7 +352,7 @@ def combine_params(
         lse_at, lse_n, lse_t, lse_h,
         own_at, own_t, own_h, own_d, own_lse_at, own_lse_t, own_lse_h,
         out_at, out_t, out_h, out_d, out_lse.data_ptr() if out_lse is not None else 0,
-        headers, header_stride, ordinal, word1, word2, kind, record,
+        headers, header_stride, ordinal, word1, word2, kind, record, progress,
         counts,
         n, own, h, 0, row_count, _lse_kind(lse, lse_at, lse_n | lse_t | lse_h), own_kind, lse_base == "2",
         rows_unit, own_unit, _row_unit(out_at | out_t | out_h, out_d, d, size), 0,

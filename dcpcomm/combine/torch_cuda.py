@@ -36,6 +36,7 @@ class _TorchCudaCall(TorchCall):
         assert engine.ordinals is not None
         self._gpu = engine
         self._ordinal = engine.ordinals[channel]
+        self._progress = engine.records.progress[channel]
         self._noted, self._record = engine.noted[channel], engine.records.memory[channel]
 
     def call_off(self, header: Header) -> None:
@@ -45,6 +46,7 @@ class _TorchCudaCall(TorchCall):
         for column, word in enumerate(header.words()[1:], 1):
             headers[:, column].fill_(word)
         self._ordinal.add_(1)
+        self._progress[0].copy_(self._ordinal, non_blocking=True)
 
     def pack(self, partials: Partials, start: int, header: Header) -> None:
         self.call_off(header)
@@ -65,4 +67,5 @@ class _TorchCudaCall(TorchCall):
         # The state last: the host must not find it before what it speaks of.
         self._record[1:].copy_(self._noted[1:], non_blocking=True)
         self._record[:1].copy_(self._noted[:1], non_blocking=True)
+        self._progress[1].copy_(self._ordinal, non_blocking=True)
         return True

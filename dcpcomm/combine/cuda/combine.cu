@@ -222,7 +222,10 @@ __device__ __forceinline__ void combine(const CombineParams &p) {
             // Only now, so that the first row's loads don't wait for the headers'. Every thread comes here exactly once.
             differs = __syncthreads_or(differs);
             voted = true;
-            if (differs && blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0 && threadIdx.y == 0) write_record(p);
+            if (blockIdx.x == 0 && blockIdx.y == 0 && threadIdx.x == 0 && threadIdx.y == 0) {
+                if (differs) write_record(p);
+                if (p.progress) store_relaxed(p.progress + 8, *(const u64 *)p.ordinal);
+            }
         }
         if (here) {
             Piece<BYTES> piece = sum.rounded();

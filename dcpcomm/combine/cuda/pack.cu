@@ -77,6 +77,7 @@ __device__ __forceinline__ void pack(const PackParams &p) {
             header[3] = p.kind;
         }
         *(i64 *)p.ordinal = ordinal + 1;
+        if (p.progress) store_relaxed(p.progress, (u64)(ordinal + 1));
     }
 }
 

@@ -50,6 +50,7 @@ struct PackParams {
     i64 block_stride;
     i64 pitch;     // from one row of the wire to the next
     u64 ordinal;   // int64 in device memory, advanced by each launch
+    u64 progress;  // pinned host memory, int64 [2]: calls begun, calls ended; or 0
     i64 word1;     // header: tag | B << 32
     i64 word2;     // chunk | width << 32
     i64 kind;
@@ -95,6 +96,7 @@ struct CombineParams {
     i64 word2;
     i64 word3;
     u64 record;  // pinned host memory, int64 [5 + 4 N]: state, the header expected, the headers that came; or 0
+    u64 progress;  // as in PackParams
     Counts counts;  // of source `own` alone
     u32 ranks;
     i32 own;  // -1: none
