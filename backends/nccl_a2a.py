@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from dcpcomm.backends.nccl_groups import NcclTransport
-from dcpcomm.backends.nccl_library import PeerExchange, communicator
+from dcpcomm.backends.nccl_library import PeerExchange
 from dcpcomm.group import Group
 from dcpcomm.transport import Capabilities, MergeShape
 
@@ -27,23 +27,18 @@ class NcclA2A(NcclTransport):
 
     def __init__(self, group: Group, shape: MergeShape, options: Any) -> None:
         super().__init__(group, shape, options)
-        self._comms: tuple[int | None, ...] = ()
-        self._bound: dict[tuple[int, int, int, torch.Size], Callable[[], object]] = {}
-
-    def connect(self, peers: list[bytes]) -> None:
-        super().connect(peers)
-        self._comms = tuple(communicator(group) for group in self._groups)
+        self._bound: dict[int, tuple[torch.Tensor, torch.Tensor, int, Callable[[], object]]] = {}
 
     def exchange(self, send: torch.Tensor, channel: int, recv: torch.Tensor | None = None) -> torch.Tensor:
         assert recv is not None
-        key = channel, send.data_ptr(), recv.data_ptr(), send.shape
-        found = self._bound.get(key)
-        if found is None:
+        found = self._bound.get(id(send))  # kept alive below, so that no other tensor gets its id
+        if found is None or found[0] is not send or found[1] is not recv or found[2] != channel:
             if len(self._bound) >= _KNOWN:
                 self._bound.clear()
-            found = self._bound[key] = self._bind(self._comms[channel], channel, send, recv)
+            bound = self._bind(self._comms[channel], channel, send, recv)
+            found = self._bound[id(send)] = send, recv, channel, bound
         self.notice_capture()
-        found()
+        found[3]()
         return recv
 
     def _bind(self, comm: int | None, channel: int, send: torch.Tensor, recv: torch.Tensor) -> Callable[[], object]:
@@ -53,7 +48,7 @@ class NcclA2A(NcclTransport):
 
     def close(self) -> None:
         super().close()
-        self._bound, self._comms = {}, ()
+        self._bound = {}
 
 
 def _all_to_all(group: Any, recv: torch.Tensor, send: torch.Tensor) -> None:

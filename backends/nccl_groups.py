@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import json
-import threading
 from datetime import timedelta
 from typing import Any
 
@@ -12,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from dcpcomm import topology
+from dcpcomm.backends import nccl_library
 from dcpcomm.errors import TransportUnavailable
 from dcpcomm.group import Group
 from dcpcomm.log import log
@@ -29,6 +29,7 @@ class NcclTransport(MergeTransport):
     def __init__(self, group: Group, shape: MergeShape, options: Any) -> None:
         super().__init__(group, shape, options)
         self._groups: tuple[Any, ...] = ()
+        self._comms: tuple[int | None, ...] = ()
         self._captured = False
         self._interrupted: dict[int, Exception] = {}
 
@@ -48,6 +49,7 @@ class NcclTransport(MergeTransport):
 
     def connect(self, peers: list[bytes]) -> None:
         self._groups = tuple(nccl_groups(self.group, self.shape.channels, peers))
+        self._comms = tuple(nccl_library.communicator(one) for one in self._groups)
         for nccl in self._groups:
             # Never to be collected: torch would end it wherever that happens to be, and wait for a graph that uses it.
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(nccl))
@@ -62,13 +64,17 @@ class NcclTransport(MergeTransport):
             raise self._interrupted[channel]
 
     def interrupt(self, channel: int, error: Exception) -> None:
-        if channel < len(self._groups) and channel not in self._interrupted:
-            self._interrupted[channel] = error
-            # Its kernels end at once, captured ones too. The call itself waits for the graphs that they are in.
-            threading.Thread(target=self._groups[channel].abort, daemon=True, name="dcpcomm NCCL abort").start()
+        if channel >= len(self._comms) or channel in self._interrupted:
+            return
+        comm = self._comms[channel]
+        if comm is None:
+            log.error("rank %d: %s; nothing but the end of this process ends the wait here", self.group.rank, error)
+            return
+        self._interrupted[channel] = error
+        nccl_library.abort(comm)  # its kernels end at once, captured ones too
 
     def close(self) -> None:
-        groups, self._groups = self._groups, ()
+        groups, self._groups, self._comms = self._groups, (), ()
         if self._captured:
             # Ending one waits for the graphs that its calls were captured in, and nobody knows whether they still live.
             log.info(

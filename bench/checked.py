@@ -32,12 +32,12 @@ class Checked:
     def __init__(
         self, step: Callable[[], torch.Tensor], wrong_in: Callable[[torch.Tensor], int], name: str = "a step"
     ) -> None:
-        self._step, self._wrong_in, self.name = step, wrong_in, name
+        self.step, self._wrong_in, self.name = step, wrong_in, name
         self.result: torch.Tensor | None = None
         self.comparisons = self.wrong = 0
 
     def __call__(self) -> torch.Tensor:
-        self.result = self._step()
+        self.result = self.step()
         return self.result
 
     @property

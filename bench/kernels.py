@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from dcpcomm.combine.driver import Context, Launch, Module, ProgrammaticLaunch
+from dcpcomm.combine.driver import Context, Launch, Module
 from dcpcomm.combine.nvrtc import Binary, compile_kernels
 from dcpcomm.combine.params import struct_sizes
 
@@ -41,8 +41,7 @@ class KernelFile:
         self, name: str, grid: tuple[int, int, int, int], params: ctypes.Structure, *, programmatic: bool = False
     ) -> Launch:
         """Kernel `name` with its grid (grid x and y, block x and y) and its parameters."""
-        kind = ProgrammaticLaunch if programmatic else Launch
-        return kind(self._context, self._module.function(name), name, grid, params)
+        return Launch(self._context, self._module.function(name), name, grid, params, programmatic=programmatic)
 
     def close(self) -> None:
         """Safe twice. No launch, captured ones included, may be left."""

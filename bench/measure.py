@@ -163,9 +163,7 @@ def _case(contender: Rival, data: Inputs, gate: Gate, settings: Settings) -> Cas
     ranks, device = contender.ranks, contender.device
     contender.bring(data.out, data.lse)
     want = contender.want(data.outs, data.lses)
-    checked = Checked(
-        lambda: contender.merge(data.out, data.lse), lambda got: contender.count_wrong(got, want), contender.name
-    )
+    checked = Checked(contender.call(data.out, data.lse), lambda got: contender.count_wrong(got, want), contender.name)
     checked.check(ranks.meet, lambda: settle(device))
     contender.check()
     if any(ranks.gather(checked.wrong)):

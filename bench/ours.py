@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -42,8 +44,11 @@ class Ours(Rival):
             self._outs[tokens] = torch.empty(shape, dtype=self.shape.dtype, device=self.device)
 
     def merge(self, partial_out: torch.Tensor, partial_lse: torch.Tensor) -> torch.Tensor:
+        return self.call(partial_out, partial_lse)()
+
+    def call(self, partial_out: torch.Tensor, partial_lse: torch.Tensor) -> Callable[[], torch.Tensor]:
         assert self._merger is not None
-        return self._merger.merge(partial_out, partial_lse, out=self._outs[partial_out.shape[0]])
+        return functools.partial(self._merger.merge, partial_out, partial_lse, out=self._outs[partial_out.shape[0]])
 
     def check(self) -> None:
         assert self._merger is not None

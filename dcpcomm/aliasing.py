@@ -7,27 +7,23 @@ import warnings
 import numpy as np
 import torch
 
-__all__ = ["overlap", "overlaps_itself", "span"]
+__all__ = ["overlap", "overlaps_itself", "reach"]
 
 _MAX_WORK = 100_000  # of numpy's exact solver; beyond it the answer is "may overlap"
 
 
-def span(tensor: torch.Tensor) -> tuple[int, int]:
-    """First byte and one past the last byte that `tensor` can touch; (0, 0) where it has no elements."""
+def reach(tensor: torch.Tensor) -> int:
+    """Bytes from the first that `tensor` can touch to one past the last; 0 where it has no elements."""
     if tensor.numel() == 0:
-        return 0, 0
-    if tensor.is_contiguous():  # the usual case, and on the hot path
-        start = tensor.data_ptr()
-        return start, start + tensor.nbytes
-    reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    start = tensor.data_ptr()
-    return start, start + (reach + 1) * tensor.element_size()
+        return 0
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (last + 1) * tensor.element_size()
 
 
 def overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether any byte belongs to both. Exact for interleaved views, conservative where that would take too long."""
-    (a0, a1), (b0, b1) = span(a), span(b)
-    if a.device != b.device or a1 <= b0 or b1 <= a0:
+    a0, b0 = a.data_ptr(), b.data_ptr()
+    if a.device != b.device or a0 + reach(a) <= b0 or b0 + reach(b) <= a0:
         return False
     try:
         return bool(np.shares_memory(_as_array(a), _as_array(b), max_work=_MAX_WORK))  # type: ignore[arg-type]
@@ -37,13 +33,11 @@ def overlap(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 def overlaps_itself(tensor: torch.Tensor) -> bool:
     """Whether two indices of `tensor` may name one element (an expanded axis, say)."""
-    if tensor.is_contiguous():
-        return False
-    reach = 0
+    last = 0
     for stride, size in sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n > 1):
-        if stride <= reach:
+        if stride <= last:
             return True
-        reach += (size - 1) * stride
+        last += (size - 1) * stride
     return False
 
 

@@ -4,18 +4,29 @@ expected.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from dcpcomm.aliasing import overlap, overlaps_itself, span
+from dcpcomm.aliasing import overlap, overlaps_itself, reach
 from dcpcomm.errors import ShapeError
 from dcpcomm.group import Group
 from dcpcomm.transport import LSE_DTYPES, MergeShape
 
-__all__ = ["check_out", "check_partials", "check_tag", "check_w_uv", "rows_of"]
+__all__ = ["Arguments", "Partials", "check_tag", "check_w_uv", "rows_of"]
 
+#: What a call may bring, by the names in messages.
+INPUTS = (
+    "partial_out",
+    "partial_lse",
+    "valid_counts",
+    "seq_lens",
+    "query_start_loc",
+    "w_uv",
+    "w_uv of all heads",
+)
 _INT32 = range(-(2**31), 2**31)
+_KNOWN = 1024
 
 
 def check_tag(tag: Any) -> int:
@@ -25,72 +36,133 @@ def check_tag(tag: Any) -> int:
     return tag
 
 
-def check_partials(
-    shape: MergeShape,
-    world_size: int,
-    device: torch.device,
-    partial_out: Any,
-    partial_lse: Any,
-    own: torch.Tensor | None,
-) -> int:
-    """B, after checking type, shape, dtype, device, grad and overlap with the library's `own` memory."""
-    _check_tensor("partial_out", partial_out, device)
-    _check_tensor("partial_lse", partial_lse, device)
-    if partial_out.dim() != 3 or partial_out.shape[1:] != (shape.num_heads, shape.head_dim):
-        expected = f"[B, H, D] = [B, {shape.num_heads}, {shape.head_dim}]"
-        raise ShapeError(f"partial_out has shape {tuple(partial_out.shape)}; expected {expected}")
-    if partial_out.dtype != shape.dtype:
-        raise ShapeError(
-            f"partial_out has dtype {partial_out.dtype}; expected {shape.dtype}, as the merger's shape says"
-        )
-    tokens = int(partial_out.shape[0])
-    if partial_lse.shape != (tokens, shape.num_heads):
-        raise ShapeError(
-            f"partial_lse has shape {tuple(partial_lse.shape)}; expected [B, H] = [{tokens}, {shape.num_heads}], like "
-            "partial_out"
-        )
-    if partial_lse.dtype not in LSE_DTYPES:
-        raise ShapeError(
-            f"partial_lse has dtype {partial_lse.dtype}; expected one of {', '.join(map(str, LSE_DTYPES))}"
-        )
-    if shape.scatter == "tokens" and tokens % world_size:
-        raise ShapeError(
-            f'B={tokens} is not a multiple of the group\'s size {world_size}, which scatter="tokens" needs; '
-            f"pad the rows to {-(-tokens // world_size) * world_size}"
-        )
-    if own is not None:
-        own_storage = own.untyped_storage().data_ptr()
-        for name, tensor in (("partial_out", partial_out), ("partial_lse", partial_lse)):
-            if tensor.untyped_storage().data_ptr() == own_storage:
-                _check_apart(name, tensor, own)
-    return tokens
+class Partials(NamedTuple):
+    """Of partials that were found right: B, and how many bytes each of the two may touch from its address on."""
+
+    tokens: int
+    out_reach: int
+    lse_reach: int
 
 
-def check_out(
-    out: Any,
-    shape: tuple[int, ...],
-    dtype: torch.dtype,
-    device: torch.device,
-    inputs: dict[str, torch.Tensor | None],
-    own: torch.Tensor | None,
-) -> None:
-    """Raise unless `out` is a view of the result's shape and dtype that shares no byte with an input or with `own`."""
-    _check_tensor("out", out, device)
-    if tuple(out.shape) != shape or out.dtype != dtype:
-        raise ShapeError(f"out has shape {tuple(out.shape)} and dtype {out.dtype}; expected {shape} and {dtype}")
-    if out.is_neg():
-        raise ShapeError("out is a view that negates what it stands for; expected memory to write to")
-    if out.is_inference() and not torch.is_inference_mode_enabled():
-        raise ShapeError("out was made in inference_mode and can't be written outside of it; call within, or clone it")
-    if overlaps_itself(out):
-        raise ShapeError(
-            f"out has strides {out.stride()}, by which two of its elements share memory; expected a plain view"
-        )
-    for name, tensor in inputs.items():
-        if tensor is not None and overlap(out, tensor):
-            raise ShapeError(f"out overlaps {name} in memory; expected memory of its own")
-    if own is not None:
-        _check_apart("out", out, own)
+class Arguments:
+    """The checks of one merger's calls. What layouts and dtypes it has found right it looks up the next time, so that a
+    call costs little more than comparing addresses.
+    """
+
+    def __init__(self, shape: MergeShape, world_size: int, device: torch.device) -> None:
+        self._shape, self._world_size, self._device = shape, world_size, device
+        self._own = self._own_end = 0
+        self._partials: dict[Any, Partials] = {}
+        self._outs: dict[Any, int] = {}
+
+    def keep_off(self, own: torch.Tensor | None) -> None:
+        """No argument may lie in the library's `own` memory."""
+        if own is not None:
+            self._own, self._own_end = own.data_ptr(), own.data_ptr() + own.nbytes
+
+    def partials(self, out: Any, lse: Any) -> Partials:
+        """After checking type, shape, dtype, device, grad and overlap with the library's own memory.
+
+        Raises:
+            ShapeError: naming the argument.
+        """
+        try:
+            key = out.shape, out.stride(), out.dtype, out.device, lse.shape, lse.stride(), lse.dtype, lse.device
+            found = self._partials.get(key)
+        except Exception:  # no tensor, or none that has strides
+            found = key = None
+        if found is None or ((out.requires_grad or lse.requires_grad) and torch.is_grad_enabled()):
+            found = Partials(self._check(out, lse), reach(out), reach(lse))
+            _remember(self._partials, key, found)
+        at = out.data_ptr()
+        if at < self._own_end and self._own < at + found[1]:
+            raise ShapeError("partial_out lies in the library's own buffers; expected memory of the caller's")
+        at = lse.data_ptr()
+        if at < self._own_end and self._own < at + found[2]:
+            raise ShapeError("partial_lse lies in the library's own buffers; expected memory of the caller's")
+        return found
+
+    def _check(self, out: Any, lse: Any) -> int:
+        shape, world_size = self._shape, self._world_size
+        _check_tensor("partial_out", out, self._device)
+        _check_tensor("partial_lse", lse, self._device)
+        if out.dim() != 3 or out.shape[1:] != (shape.num_heads, shape.head_dim):
+            expected = f"[B, H, D] = [B, {shape.num_heads}, {shape.head_dim}]"
+            raise ShapeError(f"partial_out has shape {tuple(out.shape)}; expected {expected}")
+        if out.dtype != shape.dtype:
+            raise ShapeError(f"partial_out has dtype {out.dtype}; expected {shape.dtype}, as the merger's shape says")
+        tokens = int(out.shape[0])
+        if lse.shape != (tokens, shape.num_heads):
+            raise ShapeError(
+                f"partial_lse has shape {tuple(lse.shape)}; expected [B, H] = [{tokens}, {shape.num_heads}], like "
+                "partial_out"
+            )
+        if lse.dtype not in LSE_DTYPES:
+            raise ShapeError(f"partial_lse has dtype {lse.dtype}; expected one of {', '.join(map(str, LSE_DTYPES))}")
+        if shape.scatter == "tokens" and tokens % world_size:
+            raise ShapeError(
+                f'B={tokens} is not a multiple of the group\'s size {world_size}, which scatter="tokens" needs; '
+                f"pad the rows to {-(-tokens // world_size) * world_size}"
+            )
+        return tokens
+
+    def out(
+        self,
+        out: Any,
+        shape: tuple[int, ...],
+        partials: Partials,
+        inputs: tuple[torch.Tensor | None, ...],
+    ) -> None:
+        """Raise unless `out` is a view of the result's shape and dtype that shares no byte with an input or with the
+        library's own memory.
+
+        Args:
+            partials: what `self.partials` said of the first two of `inputs`.
+            inputs: those of `INPUTS`, in that order, as far as there are any.
+        """
+        try:
+            key = shape, out.shape, out.stride(), out.dtype, out.device
+            size = self._outs.get(key)
+        except Exception:
+            size = key = None
+        if size is None or (out.requires_grad and torch.is_grad_enabled()):
+            self._check_out(out, shape)
+            size = reach(out)
+            _remember(self._outs, key, size)
+        if out.is_neg():
+            raise ShapeError("out is a view that negates what it stands for; expected memory to write to")
+        if out.is_inference() and not torch.is_inference_mode_enabled():
+            raise ShapeError(
+                "out was made in inference_mode and can't be written outside of it; call within, or clone it"
+            )
+        begin = out.data_ptr()
+        end = begin + size
+        for index, tensor in enumerate(inputs):
+            if tensor is None:
+                continue
+            at = tensor.data_ptr()
+            far = partials[1 + index] if index < 2 else reach(tensor)
+            if at < end and begin < at + far and overlap(out, tensor):
+                raise ShapeError(f"out overlaps {INPUTS[index]} in memory; expected memory of its own")
+        if self._own < end and begin < self._own_end:
+            raise ShapeError("out lies in the library's own buffers; expected memory of the caller's")
+
+    def _check_out(self, out: Any, shape: tuple[int, ...]) -> None:
+        _check_tensor("out", out, self._device)
+        dtype = self._shape.dtype
+        if tuple(out.shape) != shape or out.dtype != dtype:
+            raise ShapeError(f"out has shape {tuple(out.shape)} and dtype {out.dtype}; expected {shape} and {dtype}")
+        if overlaps_itself(out):
+            raise ShapeError(
+                f"out has strides {out.stride()}, by which two of its elements share memory; expected a plain view"
+            )
+
+
+def _remember(known: dict[Any, Any], key: Any, value: Any) -> None:
+    if key is not None:
+        if len(known) >= _KNOWN:
+            known.clear()
+        known[key] = value
 
 
 def check_w_uv(shape: MergeShape, group: Group, device: torch.device, w_uv_local: Any) -> torch.Tensor:
@@ -128,9 +200,3 @@ def _check_tensor(name: str, tensor: Any, device: torch.device) -> None:
             f"{name} requires grad; a merge is an inference operation: detach it, or call under torch.no_grad() or "
             "inference_mode()"
         )
-
-
-def _check_apart(name: str, tensor: torch.Tensor, own: torch.Tensor) -> None:
-    (start, end), (own_start, own_end) = span(tensor), span(own)
-    if start < own_end and own_start < end:
-        raise ShapeError(f"{name} lies in the library's own buffers; expected memory of the caller's")

@@ -55,7 +55,8 @@ class Channel:
         self.broken: DCPCommError | None = None
         self._group, self._shape, self._watchdog = group, shape, watchdog
         self._decision, self._transports = decision, transports
-        self._engine, self._device = engine, device
+        self._engine, self._device, self._on_gpu = engine, device, topology.on_gpu(device)
+        self._polls = [transport.poll for transport in transports.values()]
         self._heads = shape.result_rows(group.size, group.size)[1]
         self._send, self._recv = send, recv
         self._ordinal = 0
@@ -83,7 +84,7 @@ class Channel:
         except BaseException:
             self._busy.release()
             raise
-        if topology.on_gpu(self._device) and torch.cuda.current_device() != self._device.index:
+        if self._on_gpu and topology.current_device_index() != self._device.index:
             self._device_before = torch.cuda.current_device()  # kernels are launched on the current one
             torch.cuda.set_device(self._device)
         ordinal, self._ordinal = self._ordinal, self._ordinal + 1
@@ -102,7 +103,7 @@ class Channel:
         """Raise what broke this channel; on a GPU, after the call that it broke had returned. What a GPU has noted of a
         call that was called off is kept for `check`: the channel is whole.
         """
-        if self.broken is None and topology.on_gpu(self._device):
+        if self.broken is None and self._on_gpu:
             try:
                 self._poll()
                 failure = self._engine.failure(self.index)
@@ -125,8 +126,8 @@ class Channel:
             raise self.refusal(self.broken)
 
     def _poll(self) -> None:
-        for transport in self._transports.values():
-            transport.poll(self.index)
+        for poll in self._polls:
+            poll(self.index)
 
     def _called_off(self, failure: Failure) -> bool:
         """Whether no rank was in another call, but some had no rows to send."""
@@ -168,7 +169,7 @@ class Channel:
         if self._send is None or not type(transport).needs_workspace():
             return  # they find the note when their deadline passes
         try:
-            if topology.on_gpu(self._device):
+            if self._on_gpu:
                 self._call_off(transport, tokens, width)
             elif transport.capabilities.ragged:
                 header = Header(ordinal=ordinal, tag=0, tokens=0, chunk=0, width=0, kind=KIND_CANCELLED)
@@ -248,9 +249,7 @@ class Channel:
         out: torch.Tensor | None,
         want_lse: bool,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        layout = Layout(
-            header.tokens, t, header.width, partials.out.stride(), partials.lse.stride(), partials.lse.dtype
-        )
+        layout = (header.tokens, t, header.width, partials.out.stride(), partials.lse.stride(), partials.lse.dtype)
         call, send, recv = self._call(transport, layout, None)
         call.pack(partials, start, header)
         arrived = transport.exchange(send.blocks, self.index, recv=recv.blocks)
@@ -292,10 +291,13 @@ class Channel:
         return out, out_lse
 
     def _call(
-        self, transport: MergeTransport, layout: Layout, arrived: torch.Tensor | None
+        self, transport: MergeTransport, layout: tuple[Any, ...], arrived: torch.Tensor | None
     ) -> tuple[PackedCall, WireViews, WireViews]:
         """What packs and combines calls of this layout, the buffer it sends and the one it receives: the workspace's,
         or what a transport that has its own `arrived` in.
+
+        Args:
+            layout: a `Layout`, or its fields: making one costs more than finding the call.
         """
         key: tuple[Any, ...] = transport.name, layout
         calls = self._calls
@@ -305,10 +307,11 @@ class Channel:
         if found is None:
             if len(calls) >= (_CALLS_KEPT if arrived is None else _CALLS_KEPT_ELSEWHERE):
                 calls.clear()
-            send, recv = self._buffers(transport, layout.t, self._heads, layout.width)
+            like = Layout(*layout)
+            send, recv = self._buffers(transport, like.t, self._heads, like.width)
             if arrived is not None:
-                recv = WireViews(arrived, layout.t, self._heads, layout.width, self._shape.dtype)
-            found = calls[key] = self._engine.packed_call(self.index, layout, send, recv), send, recv
+                recv = WireViews(arrived, like.t, self._heads, like.width, self._shape.dtype)
+            found = calls[key] = self._engine.packed_call(self.index, like, send, recv), send, recv
         return found
 
     def _buffers(self, transport: MergeTransport, t: int, h: int, width: int) -> tuple[WireViews, WireViews]:
@@ -356,7 +359,7 @@ class Channel:
         self._group.control.note("raised", f"raised in {call} on channel {self.index}: {error}")
         for late in error.ranks:
             reason = self._group.control.read_note(late, self._cancel_key(call.ordinal))
-            if reason and not topology.on_gpu(self._device):  # over a transport that could not tell us sooner
+            if reason and not self._on_gpu:  # over a transport that could not tell us sooner
                 return CallMismatch(
                     f"rank {rank}: {call} on channel {self.index} was called off: rank {late} raised in call "
                     f"{call.ordinal} instead of sending its rows: {reason}. Nothing was merged"
@@ -384,7 +387,7 @@ class Channel:
         """Where the reason is noted. Ordinals begin again with a reset, so the generation is in it. A GPU counts by
         itself, replays too: there it is the last reason.
         """
-        which = "last" if topology.on_gpu(self._device) else ordinal
+        which = "last" if self._on_gpu else ordinal
         return f"cancel/{self._group.generation}/{self.index}/{which}"
 
     def _break(self, error: DCPCommError) -> DCPCommError:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 
 import torch
 
-from dcpcomm.arguments import check_out, check_partials, check_tag, rows_of
+from dcpcomm.arguments import Arguments, check_tag, rows_of
 from dcpcomm.channel import Channel
 from dcpcomm.combine.engine import Partials
 from dcpcomm.combine.wire import Header
@@ -71,6 +71,8 @@ class DCPMerger:
         self._chunk = shape.tokens_per_exchange(self.group.size)
         if shape.scatter == "tokens":
             self._chunk //= self.group.size
+        self._arguments = Arguments(shape, self.group.size, self.device)
+        self._arguments.keep_off(self._session.workspace)
         self._warned_of_chunks = False
         self._weights_gathered = 0
 
@@ -214,27 +216,17 @@ class DCPMerger:
         try:
             # Everything that can be wrong with this rank's call is found in here, before anything is sent.
             try:
-                tokens = check_partials(
-                    self.shape, self.group.size, self.device, partial_out, partial_lse, self._session.workspace
-                )
-                # What torch negates when it is read must be so in memory, where kernels read it.
-                partial_out, partial_lse = partial_out.resolve_neg(), partial_lse.resolve_neg()
+                checked = self._arguments.partials(partial_out, partial_lse)
+                tokens = checked.tokens
                 if w_uv is not None:
                     check_gathered(w_uv, self)
                 check_tag(tag)
                 rows = self.shape.result_rows(tokens, self.group.size)
                 width = self.shape.head_dim if w_uv is None else self.shape.v_head_dim or 0
                 if out is not None:
-                    inputs = {
-                        "partial_out": partial_out,
-                        "partial_lse": partial_lse,
-                        "valid_counts": valid_counts,
-                        "seq_lens": seq_lens,
-                        "query_start_loc": query_start_loc,
-                        "w_uv": w_uv.local if w_uv is not None else None,
-                        "w_uv of all heads": w_uv.full if w_uv is not None else None,
-                    }
-                    check_out(out, (*rows, width), self.shape.dtype, self.device, inputs, self._session.workspace)
+                    inputs = partial_out, partial_lse, valid_counts, seq_lens, query_start_loc
+                    weights = (w_uv.local, w_uv.full) if w_uv is not None else ()
+                    self._arguments.out(out, (*rows, width), checked, (*inputs, *weights))
                 counts = row_counts(tokens, self.device, valid_counts, seq_lens, query_start_loc)
                 if tokens == 0:
                     return self._nothing(out, rows, width, return_lse)
@@ -242,6 +234,9 @@ class DCPMerger:
                 if before:
                     assert w_uv is not None
                     partial_out = project(partial_out, w_uv.whole)
+                # What torch negates when it is read must be so in memory, where kernels read it.
+                if partial_out.is_neg() or partial_lse.is_neg():
+                    partial_out, partial_lse = partial_out.resolve_neg(), partial_lse.resolve_neg()
                 partials = self._session.partials(partial_out, partial_lse, counts)
             except Exception as error:
                 tokens = rows_of(partial_out, partial_lse)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["Facts", "current_stream", "host_identity", "local_facts", "on_gpu"]
+__all__ = ["Facts", "current_device_index", "current_stream", "host_identity", "local_facts", "on_gpu"]
 
 
 @dataclass(frozen=True)
@@ -54,6 +54,8 @@ def _slow_raw_stream(index: int) -> int:
     return int(torch.cuda.current_stream(index).cuda_stream)
 
 
+#: Of this thread's current device, where there is a GPU.
+current_device_index: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 #: Without the object that torch makes of a stream: it costs more than a launch.
 _raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", _slow_raw_stream)
 

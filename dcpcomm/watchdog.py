@@ -59,20 +59,20 @@ class _Progress:
 
     def forget(self, channels: int) -> None:
         self.moved = time.monotonic()
-        self.calls = [_State(False, None, self.moved)] * channels
+        self.calls: list[tuple[bool, Header | None, float]] = [(False, None, self.moved)] * channels
         self._seen: list[tuple[int, int, float]] = [(0, 0, self.moved)] * channels
 
     def look(self) -> list[_State]:
         """By channel. On a device, a call is under way from its first kernel to its last."""
         if self._device is None:
-            return list(self.calls)
+            return [_State(*call) for call in self.calls]
         now, states = time.monotonic(), []
         for channel, (before, call) in enumerate(zip(self._seen, self.calls, strict=True)):
             begun, ended = int(self._device[channel, 0]), int(self._device[channel, 1])
             if (begun, ended) != before[:2]:
                 self._seen[channel] = begun, ended, now
                 self.moved = now
-            states.append(_State(begun > ended, call.call, self._seen[channel][2], begun))
+            states.append(_State(begun > ended, call[1], self._seen[channel][2], begun))
         return states
 
     def note(self, states: list[_State]) -> str:
@@ -124,13 +124,13 @@ class Watchdog:
         if self._thread is None:
             self._start()
         now = time.monotonic()
-        self._progress.calls[channel] = _State(True, call, now)
+        self._progress.calls[channel] = True, call, now
         self._progress.moved = now
 
     def end(self, channel: int, call: Header) -> None:
         """This rank has left it."""
         now = time.monotonic()
-        self._progress.calls[channel] = _State(False, call, now)
+        self._progress.calls[channel] = False, call, now
         self._progress.moved = now
 
     def forget(self) -> None:
@@ -148,7 +148,7 @@ class Watchdog:
 
     def own_call(self, channel: int) -> Header | None:
         """The last call that this rank made from Python."""
-        return self._progress.calls[channel].call
+        return self._progress.calls[channel][1]
 
     def stop(self) -> None:
         """End the thread. Safe twice."""

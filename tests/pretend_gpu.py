@@ -47,7 +47,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch, folder: Path) -> list[str]:
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: stream)
     monkeypatch.setattr(topology, "current_stream", lambda device: 0)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
+    monkeypatch.setattr(topology, "current_device_index", lambda: None)
     monkeypatch.setattr(GpuEngine, "finish", lambda engine: None)
     return used
 

@@ -158,15 +158,20 @@ def test_every_size_is_measured_on_every_rank(without_gpu: Callable[[Settings], 
 def test_a_wrong_merge_is_counted_and_not_timed(
     without_gpu: Callable[[Settings], list[Answer]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = Ours.merge
+    real = Ours.call
 
-    def spoilt(self: Ours, partial_out: torch.Tensor, partial_lse: torch.Tensor) -> torch.Tensor:
-        result = real(self, partial_out, partial_lse)
-        if self.ranks.rank == 1:
-            result[0, 0, 0] += 100.0
-        return result
+    def spoilt(self: Ours, partial_out: torch.Tensor, partial_lse: torch.Tensor) -> Callable[[], torch.Tensor]:
+        call = real(self, partial_out, partial_lse)
 
-    monkeypatch.setattr(Ours, "merge", spoilt)
+        def merge() -> torch.Tensor:
+            result = call()
+            if self.ranks.rank == 1:
+                result[0, 0, 0] += 100.0
+            return result
+
+        return merge
+
+    monkeypatch.setattr(Ours, "call", spoilt)
     found = without_gpu(SETTINGS)
     assert [case.wrong for case in found[1].cases] == [1, 1]
     assert all(case.times is None for answer in found for case in answer.cases)

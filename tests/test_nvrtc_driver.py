@@ -24,11 +24,14 @@ SOURCE = """
 #include <string.h>
 int64_t seen[16];
 int current, pushed, unloaded, released, fail_with;
-int cuLaunchKernel(void *f, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz,
-                   unsigned shared, void *stream, void **arguments, void **extra) {
+struct Attribute { int id; char gap[4]; union { int value; char room[64]; } u; };
+struct Config { unsigned grid[3], block[3], shared; void *stream; struct Attribute *attributes; unsigned count; };
+int cuLaunchKernelEx(const struct Config *c, void *f, void **arguments, void **extra) {
     if (!current) return 201;
     if (fail_with) return fail_with;
-    int64_t now[12] = {(int64_t)f, gx, gy, gz, bx, by, bz, shared, (int64_t)stream, extra != 0, 0, 0};
+    int64_t attribute = c->count == 0 ? 0 : c->count == 1 ? c->attributes[0].id * 10 + c->attributes[0].u.value : -1;
+    int64_t now[12] = {(int64_t)f, c->grid[0], c->grid[1], c->grid[2], c->block[0], c->block[1], c->block[2], c->shared,
+                       (int64_t)c->stream, extra != 0 ? -1 : attribute, 0, 0};
     memcpy(now + 10, arguments[0], 16);
     memcpy(seen, now, sizeof now);
     return 0;
@@ -89,6 +92,8 @@ def test_a_launch_passes_on_what_it_was_bound_with(fake: Any) -> None:
     counted.rows = 77
     launch(0)
     assert (ctypes.c_int64 * 12).in_dll(fake, "seen")[10] == 77, "the struct is read at each launch"
+    driver.Launch(context, function, "pack", (1, 1, 32, 1), counted, programmatic=True)(3)
+    assert list((ctypes.c_int64 * 12).in_dll(fake, "seen"))[8:10] == [3, 61], "programmatic stream serialization, on"
     for _ in range(2):
         module.unload()
         context.release()

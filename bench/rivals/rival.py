@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import ClassVar
 
 import torch
@@ -48,6 +50,10 @@ class Rival(ABC):
     @abstractmethod
     def merge(self, partial_out: torch.Tensor, partial_lse: torch.Tensor) -> torch.Tensor:
         """One merge, on the current stream. What it returns may be overwritten by the next."""
+
+    def call(self, partial_out: torch.Tensor, partial_lse: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """A merge of these that only needs to be called, as an engine calls it."""
+        return functools.partial(self.merge, partial_out, partial_lse)
 
     @abstractmethod
     def close(self) -> None:

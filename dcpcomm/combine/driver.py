@@ -13,7 +13,7 @@ import torch
 from dcpcomm.combine.nvrtc import KernelsUnavailable
 from dcpcomm.errors import DCPCommError
 
-__all__ = ["Context", "Launch", "Module", "ProgrammaticLaunch"]
+__all__ = ["Context", "Launch", "Module"]
 
 _Address, _Int = ctypes.c_void_p, ctypes.c_int
 _Argument = _Address * 1
@@ -104,37 +104,6 @@ class Module:
                 _check(_driver().cuModuleUnload(handle), "cuModuleUnload")
 
 
-class Launch:
-    """One kernel with its grid and its parameter struct, made once and launched often, on the current device.
-
-    The struct is read at each launch: its addresses may be changed in between, as long as they stay as aligned as they
-    were.
-    """
-
-    __slots__ = ("_argument", "_arguments", "_context", "_launch", "grid", "name", "params")
-
-    def __init__(
-        self, context: Context, function: int, name: str, grid: tuple[int, int, int, int], params: ctypes.Structure
-    ) -> None:
-        across, down, wide, tall = grid
-        self._argument = _Argument(ctypes.addressof(params))
-        # As ctypes objects and small integers, for a function without argtypes: half the time of converting them.
-        shape = (_Address(function), across, down, 1, wide, tall, 1, 0)
-        self._arguments = shape, _Address(ctypes.addressof(self._argument))
-        self._launch, self._context = _driver().cuLaunchKernel, context
-        self.name, self.grid, self.params = name, grid, params
-
-    def __call__(self, stream: int) -> None:
-        """On `stream`, a CUDA stream's handle; 0 is the default stream."""
-        shape, argument = self._arguments
-        status = self._launch(*shape, _Address(stream), argument, None)
-        if status == _INVALID_CONTEXT:  # this thread has not used CUDA yet
-            self._context.make_current()
-            status = self._launch(*shape, _Address(stream), argument, None)
-        if status:
-            _check(status, f"launching {self.name} with grid {self.grid}")
-
-
 class _Attribute(ctypes.Structure):
     """`CUlaunchAttribute`: an id, and a union of 64 bytes."""
 
@@ -152,31 +121,49 @@ class _Configuration(ctypes.Structure):
     ]
 
 
-class ProgrammaticLaunch(Launch):
-    """A launch that may begin before the kernel in front of it on the stream has ended. The kernel itself waits for
-    that one (`griddepcontrol.wait`) before it touches memory. Compute capability 9.0 and above; not for two threads at
-    once.
+class Launch:
+    """One kernel with its grid and its parameter struct, made once and launched often, on the current device. Not for
+    two threads at once.
+
+    The struct is read at each launch: its addresses may be changed in between, as long as they stay as aligned as they
+    were.
+
+    Args:
+        grid: blocks across and down, threads across and down.
+        programmatic: it may begin before the kernel in front of it on the stream has ended, and waits for that one
+            itself (`griddepcontrol.wait`) before it touches memory. Compute capability 9.0 and above.
     """
 
-    __slots__ = ("_attribute", "_configuration", "_function")
+    __slots__ = ("_argument", "_attribute", "_configuration", "_context", "_launch", "_what", "grid", "name", "params")
 
     def __init__(
-        self, context: Context, function: int, name: str, grid: tuple[int, int, int, int], params: ctypes.Structure
+        self,
+        context: Context,
+        function: int,
+        name: str,
+        grid: tuple[int, int, int, int],
+        params: ctypes.Structure,
+        *,
+        programmatic: bool = False,
     ) -> None:
-        super().__init__(context, function, name, grid, params)
         across, down, wide, tall = grid
+        self._argument = _Argument(ctypes.addressof(params))
         self._attribute = _Attribute(_PROGRAMMATIC_STREAM_SERIALIZATION, b"", 1, b"")
         self._configuration = _Configuration(
-            across, down, 1, wide, tall, 1, 0, None, ctypes.pointer(self._attribute), 1
+            across, down, 1, wide, tall, 1, 0, None, ctypes.pointer(self._attribute), int(programmatic)
         )
-        self._function, self._launch = _Address(function), _driver().cuLaunchKernelEx
+        # As ctypes objects, for a function without argtypes: half the time of converting them at each launch.
+        argument = _Address(ctypes.addressof(self._argument))
+        self._what = ctypes.byref(self._configuration), _Address(function), argument, None
+        self._launch, self._context = _driver().cuLaunchKernelEx, context
+        self.name, self.grid, self.params = name, grid, params
 
     def __call__(self, stream: int) -> None:
+        """On `stream`, a CUDA stream's handle; 0 is the default stream."""
         self._configuration.stream = stream
-        what = ctypes.byref(self._configuration), self._function, self._arguments[1], None
-        status = self._launch(*what)
-        if status == _INVALID_CONTEXT:
+        status = self._launch(*self._what)
+        if status == _INVALID_CONTEXT:  # this thread has not used CUDA yet
             self._context.make_current()
-            status = self._launch(*what)
+            status = self._launch(*self._what)
         if status:
             _check(status, f"launching {self.name} with grid {self.grid}")

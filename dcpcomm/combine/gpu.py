@@ -31,12 +31,13 @@ class CallRecords:
             self.memory = torch.zeros((channels, record_words(world_size)), dtype=torch.int64).pin_memory()
             self.progress = torch.zeros((channels, _PROGRESS_WORDS), dtype=torch.int64).pin_memory()
         self._words = self.memory.numpy()
+        self._states = [memoryview(words) for words in self._words]  # a read is half of numpy's
 
     def failure(self, channel: int) -> Failure | None:
         """What is noted, or None."""
-        words = self._words[channel]
-        if not words[0]:
+        if not self._states[channel][0]:
             return None
+        words = self._words[channel]
         headers = words[1:].reshape(-1, HEADER_WORDS).copy()
         return Failure(Header.from_words(headers[0]), headers[1:])
 
@@ -62,7 +63,8 @@ class GpuEngine(Engine):
     def stream(self) -> int:
         """The current stream's handle."""
         handle = topology.current_stream(self.device)
-        self._streams.add(handle)
+        if handle not in self._streams:
+            self._streams.add(handle)
         return handle
 
     @property

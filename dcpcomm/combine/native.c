@@ -264,6 +264,34 @@ EXPORT int dcpcomm_combine_packed(const Call *call, const char *rows, const char
     return 1;
 }
 
+/* One send or receive of NCCL's. */
+typedef struct {
+    int (*transfer)(void *buffer, size_t count, int type, int peer, void *comm, void *stream);
+    void *buffer;
+    int64_t nbytes;
+    int32_t peer;
+} Message;
+
+typedef struct {
+    int (*begin)(void);
+    int (*end)(void);
+    void *comm;
+    const Message *messages;
+    int32_t count, type;
+} Transfers;
+
+/* All of them as one group, on `stream`. The first status that isn't 0, or 0. */
+EXPORT int dcpcomm_transfer(const Transfers *all, void *stream) {
+    int status = all->begin();
+    if (status) return status;
+    for (int32_t i = 0; i < all->count && !status; i++) {
+        const Message *one = all->messages + i;
+        status = one->transfer(one->buffer, (size_t)one->nbytes, all->type, one->peer, all->comm, stream);
+    }
+    int ended = all->end();
+    return status ? status : ended;
+}
+
 static struct PyModuleDef module = {PyModuleDef_HEAD_INIT, "_native", NULL, -1, NULL, NULL, NULL, NULL, NULL};
 
 PyMODINIT_FUNC PyInit__native(void) { return PyModule_Create(&module); }

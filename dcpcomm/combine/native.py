@@ -57,6 +57,7 @@ def _load() -> ctypes.CDLL | None:
     loaded.dcpcomm_combine_packed.argtypes = [
         ctypes.POINTER(_Call), _Address, _Address, _Words, _Address, *[_Int64] * 2, *[_Address] * 3,
     ]  # fmt: skip
+    loaded.dcpcomm_transfer.restype = ctypes.c_int
     loaded.dcpcomm_pack.restype = loaded.dcpcomm_combine.restype = None
     return loaded
 

@@ -120,20 +120,43 @@ def test_processes_end_cleanly(way: str, transport: str, tmp_path: Path) -> None
         assert not output.strip(), f"{way}, rank {rank}: {output}"
 
 
-def test_a_process_whose_peer_never_comes_is_ended(tmp_path: Path) -> None:
-    """What can't be interrupted ends with its process, by torch's own watchdog: it does not hang."""
-    late = """
-merger = build(timeout_s=4)
+ABSENT = """
+merger = build(timeout_s=2)
+merger.merge(partial, lse, out=out)
+graph = captured(lambda: merger.merge(partial, lse, out=out), torch.device("cuda", rank))
+graph.replay()
+torch.cuda.synchronize()
+dist.barrier()
+if rank == 0:
+    began = time.monotonic()
+    HOW
+    torch.cuda.synchronize()
+    try:
+        merger.check()
+        raise SystemExit("nothing was raised")
+    except dcpcomm.TransportTimeout as error:
+        assert error.ranks == (1,), error
+        assert "rank 1 did not arrive" in str(error), error
+    assert time.monotonic() - began < 4.5, time.monotonic() - began
+    assert bool(out.isnan().all())
+    try:
+        merger.merge(partial, lse, out=out)
+        raise SystemExit("a spent channel took a call")
+    except dcpcomm.TransportTimeout:
+        pass
+dist.barrier()
+merger.reset()
 merger.merge(partial, lse, out=out)
 torch.cuda.synchronize()
-if rank == 0:
-    merger.merge(partial, lse, out=out)
-    torch.cuda.synchronize()
-    print("went on")
-else:
-    time.sleep(25)
-    os._exit(0)
+merger.check()
+assert bool(out.isfinite().all())
 """
-    (status, output), _ = two_processes(BEGIN + late, tmp_path, "nccl_a2a")
-    assert status != 0, output
-    assert "went on" not in output
+
+
+@pytest.mark.parametrize(
+    "how", ["merger.merge(partial, lse, out=out)", "graph.replay()", "[graph.replay() for _ in range(61)]"]
+)
+def test_a_rank_that_does_not_come_is_named_and_the_process_lives(how: str, tmp_path: Path) -> None:
+    """Row 40, with NCCL: one deadline for however many merges wait, and reset() makes the merger whole."""
+    for rank, (status, output) in enumerate(two_processes(BEGIN + ABSENT.replace("HOW", how), tmp_path, "nccl_a2a")):
+        assert status == 0, f"{how}, rank {rank}: status {status}: {output}"
