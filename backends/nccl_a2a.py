@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 
-from dcpcomm.backends.nccl_groups import NcclTransport
+from dcpcomm.backends.nccl_groups import NcclTransport, done, on_this_stream
 from dcpcomm.backends.nccl_library import PeerExchange
 from dcpcomm.group import Group
 from dcpcomm.transport import Capabilities, MergeShape
@@ -53,9 +53,4 @@ class NcclA2A(NcclTransport):
 
 def _all_to_all(group: Any, recv: torch.Tensor, send: torch.Tensor) -> None:
     """By torch, where its NCCL can't be called."""
-    options = dist.AllToAllOptions()
-    if hasattr(options, "asyncOp"):
-        options.asyncOp = False  # on the current stream itself: no stream of NCCL's to wait for
-    work = group.alltoall_base(recv, send, [], [], options)
-    if work is not None:
-        work.wait()
+    done(group.alltoall_base(recv, send, [], [], on_this_stream(dist.AllToAllOptions())))

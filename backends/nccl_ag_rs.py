@@ -6,19 +6,17 @@ not equal to them.
 
 from __future__ import annotations
 
-import math
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 
-from dcpcomm.backends.nccl_groups import NcclTransport
-from dcpcomm.combine.engine import by_destination
-from dcpcomm.transport import Capabilities
+from dcpcomm.backends.nccl_groups import NcclTransport, done, on_this_stream
+from dcpcomm.combine.scale import Scaler
+from dcpcomm.group import Group
+from dcpcomm.transport import Capabilities, MergeShape
 
 __all__ = ["NcclAgRs"]
-
-_LOG2E = math.log2(math.e)
-_LOWEST = torch.finfo(torch.float32).min
 
 
 class NcclAgRs(NcclTransport):
@@ -29,32 +27,27 @@ class NcclAgRs(NcclTransport):
         devices=("cuda",), multi_host=True, graph_capturable=True, deterministic=False, interruptible=False
     )
 
+    def __init__(self, group: Group, shape: MergeShape, options: Any) -> None:
+        super().__init__(group, shape, options)
+        self._scaler = Scaler(shape, group.rank, group.size, group.device)
+        self.cleans = self._scaler.cleans
+
     def fused_merge(
         self, partial_out: torch.Tensor, partial_lse: torch.Tensor, channel: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """`partial_out [B, H, D]`, `partial_lse [B, H]` float32, -inf where a row is empty -> this rank's rows of the
-        merged out, and their LSE.
+        """`partial_out [B, H, D]`, `partial_lse [B, H]` float32 -> this rank's rows of the merged out, and their LSE.
+        Temporaries: the gathered LSEs, and the scaled rows.
         """
         self.notice_capture()
-        nccl, n, rank, scatter = self._groups[channel], self.group.size, self.group.rank, self.shape.scatter
+        nccl = self._groups[channel]
         mine = partial_lse.contiguous()
-        lses = mine.new_empty((n, *mine.shape))
-        nccl._allgather_base(lses.flatten(0, 1), mine).wait()
-
-        top = lses.amax(0).clamp_min_(_LOWEST)  # never -inf, so that -inf - top stays -inf instead of NaN
-        weights = lses - top
-        if self.shape.lse_base == "e":
-            weights *= _LOG2E
-        total = weights.exp2_().sum(0)
-        share = weights[rank] / total  # NaN where every rank's row is empty
-        # A weight of 0 times a NaN is a NaN: what an empty row holds must not be looked at.
-        scaled = torch.where((share > 0).unsqueeze(-1), partial_out * share.unsqueeze(-1), 0.0).to(partial_out.dtype)
-        merged_lse = top + (total.log() if self.shape.lse_base == "e" else total.log2())
-
-        if scatter == "none":
-            nccl.allreduce([scaled]).wait()
-            return scaled, merged_lse
-        by_rank = by_destination(scaled, scatter, n).contiguous()
-        merged = torch.empty_like(by_rank[0])
-        nccl._reduce_scatter_base(merged, by_rank.flatten(0, 1)).wait()
-        return merged, by_destination(merged_lse, scatter, n)[rank].contiguous()
+        lses = mine.new_empty((self.group.size, *mine.shape))
+        done(nccl._allgather_base(lses.flatten(0, 1), mine, on_this_stream(dist.AllgatherOptions())))
+        scaled, merged_lse = self._scaler(partial_out, lses, channel)
+        if self.shape.scatter == "none":
+            done(nccl.allreduce([scaled], on_this_stream(dist.AllreduceOptions())))
+            return scaled[0], merged_lse
+        merged = torch.empty_like(scaled[0])
+        options = on_this_stream(dist.ReduceScatterOptions())
+        done(nccl._reduce_scatter_base(merged, scaled.flatten(0, 1), options))
+        return merged, merged_lse

@@ -18,7 +18,7 @@ from dcpcomm.log import log
 from dcpcomm.topology import Facts
 from dcpcomm.transport import MergeShape, MergeTransport, Verdict
 
-__all__ = ["NcclTransport", "nccl_groups"]
+__all__ = ["NcclTransport", "done", "nccl_groups", "on_this_stream"]
 
 _NO_DEADLINE_S = 365 * 86400.0
 
@@ -126,3 +126,16 @@ def nccl_groups(group: Group, channels: int, cards: list[bytes]) -> list[Any]:
             nccl.alltoall_base(torch.empty_like(one), one, [], []).wait()
         torch.cuda.current_stream(group.device).synchronize()
     return made
+
+
+def on_this_stream(options: Any) -> Any:
+    """`options` of a collective that is to run on the current stream, and not on one of torch's that waits for it."""
+    if hasattr(options, "asyncOp"):
+        options.asyncOp = False
+    return options
+
+
+def done(work: Any) -> None:
+    """What follows on the current stream comes after `work`, None where that is so already."""
+    if work is not None:
+        work.wait()

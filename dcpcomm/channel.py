@@ -280,13 +280,13 @@ class Channel:
         self, transport: MergeTransport, partials: Partials, start: int, t: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Hand the chunk, as `[B, H, D]`, to a transport that merges by itself."""
-        partial_out, lse = partials.cleaned().part(self._shape.scatter, self._group.size, start, t)
-        if self._shape.scatter == "heads":
-            whole, whole_lse = partial_out.transpose(0, 1).flatten(1, 2), lse.transpose(0, 1).flatten(1, 2)
-        elif self._shape.scatter == "tokens":
-            whole, whole_lse = partial_out.flatten(0, 1), lse.flatten(0, 1)
+        if not (transport.cleans and partials.counts is None and partials.lse.dtype == torch.float32):
+            partials = partials.cleaned()
+        if self._shape.scatter == "tokens":
+            rows, lses = partials.part("tokens", self._group.size, start, t)
+            whole, whole_lse = rows.flatten(0, 1), lses.flatten(0, 1)
         else:
-            whole, whole_lse = partial_out[0], lse[0]
+            whole, whole_lse = partials.out[start : start + t], partials.lse[start : start + t]
         out, out_lse = transport.fused_merge(whole, whole_lse, self.index)
         return out, out_lse
 

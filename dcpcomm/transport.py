@@ -236,6 +236,8 @@ class MergeTransport(ABC):
     #: `fused_merge(partial_out [B,H,D], partial_lse [B,H] float32, channel) -> (out, lse float32)`, and is then never
     #: asked to `exchange`. Rows to leave out come with LSE -inf and may hold anything.
     fused_merge: Any = None
+    #: Whether `fused_merge` itself takes NaN and +inf in an LSE for -inf, and any strides of it.
+    cleans: bool = False
 
     def poll(self, channel: int) -> None:  # noqa: B027
         """Raise what went wrong in this channel's exchanges since they were asked for, where `exchange` returns before

@@ -27,6 +27,7 @@ _LOAD_IF = "    if (wanted) v = load_vector(at);\n"
 _ENTRIES = {
     "pack.cu": ([f"pack_{unit}" for unit in UNITS], "PackParams"),
     "combine.cu": (["combine_1", "combine_16"], "CombineParams"),
+    "scale.cu": (["scale_1", "scale_16"], "ScaleParams"),
     "put.cu": (["put"], "PutParams"),
 }
 
@@ -73,18 +74,33 @@ def compile_for_host(text: str, defines: dict[str, int], file: Path) -> None:
 
 
 class EmulatedKernels(Kernels):
-    """`Kernels` whose launches run at once, on CPU tensors. `folder` keeps what was compiled."""
+    """`Kernels` whose launches run at once, on CPU tensors.
 
-    def __init__(self, dtype: torch.dtype, world_size: int, folder: Path, *, generic: bool = False) -> None:
+    Args:
+        folder: keeps what was compiled.
+        files: which to compile, where a test launches few of them.
+    """
+
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        world_size: int,
+        folder: Path,
+        *,
+        generic: bool = False,
+        files: tuple[str, ...] = tuple(_ENTRIES),
+    ) -> None:
         self.device, self.dtype, self.world_size = torch.device("cpu"), dtype, world_size
         self._processors, self._most_blocks, self._folder = 4, 16, folder
         ranks = MOST_TEMPLATED_RANKS + 1 if generic else world_size
-        pack, combine, put = (self._library(name, ranks) for name in _ENTRIES)
-        self._functions: list[Any] = [pack[f"run_pack_{unit}"] for unit in UNITS]
-        self._functions += [combine["run_combine_1"], combine["run_combine_16"], put["run_put"], put["run_take"]]
+        libraries = {name: self._library(name, ranks) for name in files}
+        entries = [(file, name) for file, (names, _) in _ENTRIES.items() for name in names] + [("put.cu", "take")]
+        self._functions: list[Any] = [
+            libraries[file][f"run_{name}"] if file in libraries else None for file, name in entries
+        ]
         self._pack = {unit: index for index, unit in enumerate(UNITS)}
-        self._combine = 4, 5
-        self._put, self._take = 6, 7
+        self._combine, self._scale = (4, 5), (6, 7)
+        self._put, self._take = 8, 9
 
     def _library(self, name: str, ranks: int) -> ctypes.CDLL:
         defines = defines_for(name, self.dtype, ranks)

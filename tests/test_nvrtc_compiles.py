@@ -24,6 +24,7 @@ ARCHITECTURES = [(8, 0), (9, 0), (10, 0), (12, 0)]
 NAMES = {
     "pack.cu": ["pack_16", "pack_8", "pack_4", "pack_2"],
     "combine.cu": ["combine_16", "combine_1"],
+    "scale.cu": ["scale_16", "scale_1"],
     "put.cu": ["put", "take"],
 }
 FILES = [("put.cu", torch.float32, 2), ("pack.cu", torch.bfloat16, 2), ("pack.cu", torch.float32, 2)]
@@ -64,8 +65,8 @@ def test_every_kernel_compiles_without_spilling(
     monkeypatch.setattr(nvrtc, "_OPTIONS", (*nvrtc._OPTIONS, "--ptxas-options=-v"))
     monkeypatch.setattr(nvrtc, "_compile", with_log)
     ranks = RANKS.get(capability, (2, 17))
-    combines = [("combine.cu", dtype, n) for dtype, n in itertools.product(kernels._DTYPES, ranks)]
-    for name, dtype, n in FILES + combines:
+    by_ranks = itertools.product(("combine.cu", "scale.cu"), kernels._DTYPES, ranks)
+    for name, dtype, n in [*FILES, *by_ranks]:
         binary = build(name, dtype, n, capability)
         assert binary.image.startswith(b"\x7fELF")
         assert binary.target == f"sm_{capability[0]}{capability[1]}"
@@ -100,11 +101,12 @@ def test_an_older_gpu_than_nvrtc_knows_is_told_so(cache: Path) -> None:
 
 
 @with_nvrtc
-def test_nothing_is_contracted_or_approximated(cache: Path) -> None:
+@pytest.mark.parametrize("name", ["combine.cu", "scale.cu"])
+def test_nothing_is_contracted_or_approximated(name: str, cache: Path) -> None:
     """In PTX, the canonical arithmetic is what it says: rounded multiplications and additions, and nothing fused but
     the one fused multiply-add of the sum.
     """
-    text = build("combine.cu", torch.float32, 2, (19, 9)).image.decode()
+    text = build(name, torch.float32, 2, (19, 9)).image.decode()
     assert "fma.rn.f32" in text
     assert "rcp.rn.f32" in text
     assert not re.search(r"(div|rcp|sqrt)\.(approx|full)", text)
@@ -132,7 +134,9 @@ def test_without_cupy_the_error_says_what_to_install(monkeypatch: pytest.MonkeyP
 
 _C_TYPES = {"u64": ctypes.c_uint64, "i64": ctypes.c_int64, "u32": ctypes.c_uint32, "i32": ctypes.c_int32}
 _C_TYPES |= {"Counts": params.Counts, "Divisor": params.Divisor}
-STRUCTS = ["Divisor", "Counts", "PackParams", "CombineParams", "ChannelState", "PutParams", "TakeParams"]
+STRUCTS = [
+    "Divisor", "Counts", "PackParams", "CombineParams", "ScaleParams", "ChannelState", "PutParams", "TakeParams",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", STRUCTS)

@@ -109,7 +109,7 @@ def test_warming_runs_every_variant_once_and_waits_for_nobody(
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     kernels.warm(stream=0)
-    assert sorted(set(ran)) == list(range(8 if n > 1 else 6))
+    assert sorted(set(ran)) == list(range(10 if n > 1 else 6))
 
 
 @pytest.mark.parametrize("scatter", ["heads", "tokens", "none"])

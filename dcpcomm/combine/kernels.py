@@ -1,4 +1,4 @@
-"""Pack, combine, put and take on a GPU: which variant, which grid, and the launch.
+"""Pack, combine, scale, put and take on a GPU: which variant, which grid, and the launch.
 
     kernels = Kernels(device, torch.bfloat16, world_size)
     kernels.warm()                                                      # before the first capture
@@ -21,6 +21,7 @@ from dcpcomm.combine.params import (
     CombineParams,
     PackParams,
     PutParams,
+    ScaleParams,
     TakeParams,
     WireAt,
     combine_params,
@@ -29,6 +30,7 @@ from dcpcomm.combine.params import (
     struct_sizes,
     vectorised,
 )
+from dcpcomm.combine.scale import scale_params
 from dcpcomm.combine.wire import KIND_CANCELLED, Header, row_bytes
 
 __all__ = ["MOST_TEMPLATED_RANKS", "Kernels", "defines_for", "put_grid", "take_grid", "tile"]
@@ -48,7 +50,7 @@ def defines_for(name: str, dtype: torch.dtype, world_size: int) -> dict[str, int
     defines = struct_sizes()
     if name == "pack.cu":
         defines["KERNEL_ITEM"] = dtype.itemsize
-    if name == "combine.cu":
+    if name in ("combine.cu", "scale.cu"):
         defines["KERNEL_DTYPE"] = _DTYPES[dtype]
         defines["KERNEL_RANKS"] = world_size if world_size <= MOST_TEMPLATED_RANKS else 0
     return defines
@@ -102,6 +104,8 @@ class Kernels:
         self._pack = {unit: pack[f"pack_{unit}"] for unit in UNITS}
         combine = self._load("combine.cu", ["combine_1", "combine_16"], ranks)
         self._combine = combine["combine_1"], combine["combine_16"]
+        scale = self._load("scale.cu", ["scale_1", "scale_16"], ranks) if world_size > 1 else {}
+        self._scale = scale.get("scale_1", 0), scale.get("scale_16", 0)
         put = self._load("put.cu", ["put", "take"], ranks) if world_size > 1 else {}
         self._put, self._take = put.get("put", 0), put.get("take", 0)
 
@@ -137,6 +141,15 @@ class Kernels:
         grid = tile(params.columns, params.row_count, self._most_blocks)
         return self._bind(self._combine[vectors], "combine", grid, params)
 
+    def bind_scale(self, params: ScaleParams, vectors: bool | None = None) -> Launch:
+        """`params` with its variant and grid, and `params.columns` as in `bind_combine`. Only for groups of two and
+        more.
+        """
+        vectors = params.rows_unit == 16 if vectors is None else vectors
+        params.columns = params.width * self.dtype.itemsize // 16 if vectors else params.width
+        grid = tile(params.columns, params.row_count, self._most_blocks)
+        return self._bind(self._scale[vectors], "scale", grid, params)
+
     def bind_put(self, params: PutParams) -> Launch:
         """`params` with its grid. Only for groups of two and more."""
         grid = put_grid(params.nbytes, params.ranks - 1, self._processors)
@@ -153,6 +166,10 @@ class Kernels:
     def combine(self, stream: int, params: CombineParams) -> None:
         """The LSE-weighted sum over sources; NaN and a record where a header isn't what it must be."""
         self.bind_combine(params)(stream)
+
+    def scale(self, stream: int, params: ScaleParams) -> None:
+        """This rank's rows times their shares, in the order of a reduce-scatter, and its merged LSEs."""
+        self.bind_scale(params)(stream)
 
     def put(self, stream: int, params: PutParams) -> None:
         """Blocks into the peers' memory, then this rank's flag there; advances the channel's epoch."""
@@ -184,6 +201,9 @@ class Kernels:
             for vectors in (False, True):
                 self.bind_combine(merge, vectors)(stream)
             if n > 1:
+                scaling = scale_params(rows[0], lse, rows[:1], lse[0], 0, "none", "e")
+                for vectors in (False, True):
+                    self.bind_scale(scaling, vectors)(stream)
                 peers, state = words.data_ptr() + 32, words.data_ptr() + 8 * (4 + n)
                 self.put(stream, PutParams(at.address, 0, peers, 16, 0, 0, 0, 8, state, 0, n, 0))
                 self.take(stream, TakeParams(

@@ -18,12 +18,14 @@ from dcpcomm.errors import ShapeError
 from dcpcomm.rows import RowCounts
 
 __all__ = [
+    "MOST_ROWS",
     "ChannelState",
     "CombineParams",
     "Counts",
     "Divisor",
     "PackParams",
     "PutParams",
+    "ScaleParams",
     "TakeParams",
     "Wire",
     "WireAt",
@@ -34,6 +36,8 @@ __all__ = [
     "pack_params",
     "pack_unit",
     "record_words",
+    "row_unit",
+    "strides_of",
     "struct_sizes",
     "vectorised",
 ]
@@ -41,7 +45,7 @@ __all__ = [
 _U32, _I32, _U64, _I64 = ctypes.c_uint32, ctypes.c_int32, ctypes.c_uint64, ctypes.c_int64
 _LSE_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _FLOAT32_HALVES = 3
-_MOST_ROWS = 2**31 - 1
+MOST_ROWS = 2**31 - 1
 
 
 def _fields(kind: Any, names: str) -> list[tuple[str, Any]]:
@@ -113,6 +117,22 @@ class CombineParams(ctypes.Structure):
     width: int  # D: a Python attribute, which the kernels count in vectors or elements
 
 
+class ScaleParams(ctypes.Structure):
+    """The argument of scale.cu's kernels. `columns` is filled at the launch, by the variant."""
+
+    _fields_ = [
+        ("rows", _U64),
+        *_fields(_I64, "rows_n rows_t rows_h rows_d"),
+        ("lse", _U64),
+        *_fields(_I64, "lse_source lse_n lse_t"),
+        *_fields(_U64, "scaled out_lse"),
+        *_fields(_U32, "ranks rank slice heads columns row_count per_block base_two rows_unit unused"),
+        ("by_block", Divisor),
+        ("by_heads", Divisor),
+    ]
+    width: int  # D, as in CombineParams
+
+
 class ChannelState(ctypes.Structure):
     """`ChannelState`: a channel's progress, in device memory, zeroed before the first put."""
 
@@ -152,6 +172,7 @@ def struct_sizes() -> dict[str, int]:
     return {
         "KERNEL_PACK_PARAMS_BYTES": ctypes.sizeof(PackParams),
         "KERNEL_COMBINE_PARAMS_BYTES": ctypes.sizeof(CombineParams),
+        "KERNEL_SCALE_PARAMS_BYTES": ctypes.sizeof(ScaleParams),
         "KERNEL_PUT_PARAMS_BYTES": ctypes.sizeof(PutParams),
         "KERNEL_TAKE_PARAMS_BYTES": ctypes.sizeof(TakeParams),
         "KERNEL_CHANNEL_STATE_BYTES": ctypes.sizeof(ChannelState),
@@ -259,12 +280,12 @@ def pack_params(
     """
     n, t, h, d = partial_out.shape
     size = partial_out.element_size()
-    rows_n, rows_t, rows_h, rows_d = _strides(partial_out, size)
-    lse_n, lse_t, lse_h, _ = _strides(lse, lse.element_size())
+    rows_n, rows_t, rows_h, rows_d = strides_of(partial_out, size)
+    lse_n, lse_t, lse_h, _ = strides_of(lse, lse.element_size())
     lse_at = lse.data_ptr()
     row_count = n * t * h
-    if row_count > _MOST_ROWS:
-        raise ShapeError(f"{row_count} rows in one exchange; expected at most {_MOST_ROWS}")
+    if row_count > MOST_ROWS:
+        raise ShapeError(f"{row_count} rows in one exchange; expected at most {MOST_ROWS}")
     _, word1, word2, kind = header.words()
     return PackParams(
         partial_out.data_ptr(), rows_n, rows_t, rows_h, rows_d,
@@ -277,7 +298,7 @@ def pack_params(
     )  # fmt: skip
 
 
-def _strides(tensor: torch.Tensor, itemsize: int) -> tuple[int, int, int, int]:
+def strides_of(tensor: torch.Tensor, itemsize: int) -> tuple[int, int, int, int]:
     """In bytes, filled up with 0. An axis of one index has none: what torch says of it would look unaligned."""
     shape, strides, axes = tensor.shape, tensor.stride(), tensor.dim()
     first = strides[0] * itemsize if shape[0] > 1 else 0
@@ -325,28 +346,28 @@ def combine_params(
     """
     n, t, h, d = rows.shape
     size = rows.element_size()
-    rows_n, rows_t, rows_h, rows_d = _strides(rows, size)
-    lse_n, lse_t, lse_h, _ = _strides(lse, lse.element_size())
-    out_t, out_h, out_d, _ = _strides(out, size)
+    rows_n, rows_t, rows_h, rows_d = strides_of(rows, size)
+    lse_n, lse_t, lse_h, _ = strides_of(lse, lse.element_size())
+    out_t, out_h, out_d, _ = strides_of(out, size)
     rows_at, lse_at, out_at = rows.data_ptr(), lse.data_ptr(), out.data_ptr()
-    rows_unit = _row_unit(rows_at | rows_n | rows_t | rows_h, rows_d, d, size)
+    rows_unit = row_unit(rows_at | rows_n | rows_t | rows_h, rows_d, d, size)
     own_at = own_t = own_h = own_d = own_lse_at = own_lse_t = own_lse_h = own_kind = 0
     own_unit = rows_unit
     if own >= 0:
         assert own_rows is not None
         assert own_lse is not None
         own_at, own_lse_at = own_rows.data_ptr(), own_lse.data_ptr()
-        own_t, own_h, own_d, _ = _strides(own_rows, size)
-        own_lse_t, own_lse_h, _, _ = _strides(own_lse, own_lse.element_size())
+        own_t, own_h, own_d, _ = strides_of(own_rows, size)
+        own_lse_t, own_lse_h, _, _ = strides_of(own_lse, own_lse.element_size())
         own_kind = _lse_kind(own_lse, own_lse_at, own_lse_t | own_lse_h)
-        own_unit = _row_unit(own_at | own_t | own_h, own_d, d, size)
+        own_unit = row_unit(own_at | own_t | own_h, own_d, d, size)
     word1 = word2 = kind = headers = header_stride = 0
     if wire is not None and header is not None:
         headers, header_stride = wire.address, wire.block_stride
         _, word1, word2, kind = header.words()
     row_count = t * h
-    if row_count > _MOST_ROWS:
-        raise ShapeError(f"{row_count} rows in one combine; expected at most {_MOST_ROWS}")
+    if row_count > MOST_ROWS:
+        raise ShapeError(f"{row_count} rows in one combine; expected at most {MOST_ROWS}")
     params = CombineParams(
         rows_at, rows_n, rows_t, rows_h, rows_d,
         lse_at, lse_n, lse_t, lse_h,
@@ -355,14 +376,14 @@ def combine_params(
         headers, header_stride, ordinal, word1, word2, kind, record, progress,
         counts,
         n, own, h, 0, row_count, _lse_kind(lse, lse_at, lse_n | lse_t | lse_h), own_kind, lse_base == "2",
-        rows_unit, own_unit, _row_unit(out_at | out_t | out_h, out_d, d, size), 0,
+        rows_unit, own_unit, row_unit(out_at | out_t | out_h, out_d, d, size), 0,
         divisor(h or 1),
     )  # fmt: skip
     params.width = d
     return params
 
 
-def _row_unit(bits: int, last: int, width: int, itemsize: int) -> int:
+def row_unit(bits: int, last: int, width: int, itemsize: int) -> int:
     """16 where whole vectors of a row can be moved, else the bytes that make up an element at a time: 4 or 2."""
     if (last == itemsize or width == 1) and not (bits | width * itemsize) & 15:
         return 16

@@ -113,6 +113,32 @@ struct CombineParams {
     Divisor by_heads;
 };
 
+struct ScaleParams {
+    u64 rows;  // [M, t, h, D], the destination first; M is 1 where nothing is scattered
+    i64 rows_n;
+    i64 rows_t;
+    i64 rows_h;
+    i64 rows_d;
+    u64 lse;  // float32 of every source; heads lie side by side
+    i64 lse_source;  // from one source to the next
+    i64 lse_n;       // from one destination to the next
+    i64 lse_t;
+    u64 scaled;   // [M, t, h, D], contiguous
+    u64 out_lse;  // [t, h] float32, contiguous: of destination `slice`
+    u32 ranks;
+    u32 rank;
+    u32 slice;
+    u32 heads;      // h
+    u32 columns;    // per row, in vectors or elements, as the variant counts
+    u32 row_count;  // M * t * h
+    u32 per_block;  // t * h
+    u32 base_two;
+    u32 rows_unit;  // bytes that can be loaded at once: 16, or fewer
+    u32 unused;
+    Divisor by_block;
+    Divisor by_heads;
+};
+
 // Progress of one channel on one rank, in its own device memory, zeroed at first.
 struct ChannelState {
     u64 epoch;          // of the last put
@@ -163,6 +189,7 @@ enum RecordState { RECORD_CLEAR = 0, RECORD_WRITTEN = 1, RECORD_GIVEN_UP_BY_PEER
 
 static_assert(sizeof(PackParams) == KERNEL_PACK_PARAMS_BYTES, "PackParams differs from dcpcomm/combine/params.py");
 static_assert(sizeof(CombineParams) == KERNEL_COMBINE_PARAMS_BYTES, "CombineParams differs from params.py");
+static_assert(sizeof(ScaleParams) == KERNEL_SCALE_PARAMS_BYTES, "ScaleParams differs from params.py");
 static_assert(sizeof(PutParams) == KERNEL_PUT_PARAMS_BYTES, "PutParams differs from params.py");
 static_assert(sizeof(TakeParams) == KERNEL_TAKE_PARAMS_BYTES, "TakeParams differs from params.py");
 static_assert(sizeof(ChannelState) == KERNEL_CHANNEL_STATE_BYTES, "ChannelState differs from params.py");
