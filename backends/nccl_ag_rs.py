@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 import torch
-import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 
 from dcpcomm.backends.nccl_groups import NcclTransport, done, on_this_stream
 from dcpcomm.combine.scale import Scaler
@@ -42,12 +42,12 @@ class NcclAgRs(NcclTransport):
         nccl = self._groups[channel]
         mine = partial_lse.contiguous()
         lses = mine.new_empty((self.group.size, *mine.shape))
-        done(nccl._allgather_base(lses.flatten(0, 1), mine, on_this_stream(dist.AllgatherOptions())))
+        done(nccl._allgather_base(lses.flatten(0, 1), mine, on_this_stream(c10d.AllgatherOptions())))
         scaled, merged_lse = self._scaler(partial_out, lses, channel)
         if self.shape.scatter == "none":
-            done(nccl.allreduce([scaled], on_this_stream(dist.AllreduceOptions())))
+            done(nccl.allreduce([scaled], on_this_stream(c10d.AllreduceOptions())))
             return scaled[0], merged_lse
         merged = torch.empty_like(scaled[0])
-        options = on_this_stream(dist.ReduceScatterOptions())
+        options = on_this_stream(c10d.ReduceScatterOptions())
         done(nccl._reduce_scatter_base(merged, scaled.flatten(0, 1), options))
         return merged, merged_lse

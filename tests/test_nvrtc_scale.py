@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -90,7 +89,7 @@ def test_more_rows_than_a_launch_can_count_are_refused() -> None:
 def scaler_for(rig: Rig, shape: MergeShape, rank: int, n: int, monkeypatch: pytest.MonkeyPatch) -> Scaler:
     monkeypatch.setattr(topology, "on_gpu", lambda device: True)
     monkeypatch.setattr(cuda_engine, "kernels_for", lambda device, dtype, size: rig.kernels(dtype, size))
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=0))
+    monkeypatch.setattr(topology, "current_stream", lambda device: 0)
     return Scaler(shape, rank, n, rig.device)
 
 

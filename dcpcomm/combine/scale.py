@@ -52,8 +52,9 @@ class Scaler:
         self, partial_out: torch.Tensor, lses: torch.Tensor, channel: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """`partial_out [B, H, D]`, any strides, and `lses [N, B, H]` float32, contiguous, the source rank first, -inf
-        (see `cleans`) where a row is empty -> scaled rows `[N, t, h, D]`, contiguous, the destination first (`[1, B, H, D]` where
-        nothing is scattered), and merged LSEs `[t, h]`. Both freshly allocated; a row of weight 0 becomes 0.
+        (see `cleans`) where a row is empty -> scaled rows `[N, t, h, D]`, contiguous, the destination first
+        (`[1, B, H, D]` where nothing is scattered), and merged LSEs `[t, h]`. Both freshly allocated; a row of weight 0
+        becomes 0.
         """
         if self._kernels is None:
             return scale_by_torch(partial_out, lses, self._rank, self._shape.scatter, self._shape.lse_base)
