@@ -2,8 +2,9 @@
 
     python -m dcpcomm.bench.gloo_merge --json bench/results/gloo_merge_cpu.json
 
-Both are timed in turns in the same processes, so that what else the machine does hits both; a round's time is the
-slowest rank's. Before any timing the merge is compared with the float64 oracle, on fresh random data.
+Both are timed in turns in the same processes, so that what else the machine does hits both, and both into memory that
+is there already; a round's time is the slowest rank's. Before any timing the merge is compared with the float64 oracle,
+on fresh random data.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ def measure(rows: int, heads: int, dim: int, dtype_name: str, rounds: int) -> di
     with dcpcomm.DCPMerger(None, shape, {"transport": "gloo_a2a"}, device="cpu") as merger:
         _check(merger, rows, heads, dim, dtype)
         partial_out, partial_lse = torch.randn(rows, heads, dim).to(dtype), torch.randn(rows, heads)
+        out = torch.empty(rows, heads // n, dim, dtype=dtype)
         for turn in range(rounds + rounds // 5):
             for what in ("bare", "merge"):
                 # Arrive together: what is timed is the exchange, not how late the other rank was.
@@ -49,7 +51,7 @@ def measure(rows: int, heads: int, dim: int, dtype_name: str, rounds: int) -> di
                 if what == "bare":
                     dist.all_to_all_single(recv, send)
                 else:
-                    merger.merge(partial_out, partial_lse)
+                    merger.merge(partial_out, partial_lse, out=out)
                 if turn >= rounds // 5:
                     seconds[what].append(time.perf_counter() - start)
             if rank == 0 and turn % 50 == 0:
@@ -73,6 +75,11 @@ def _check(merger: dcpcomm.DCPMerger, rows: int, heads: int, dim: int, dtype: to
         )
 
 
+def _together(launches: tuple[dict[str, list[float]], ...]) -> dict[str, list[float]]:
+    """One rank's rounds of all launches."""
+    return {what: [time for launch in launches for time in launch[what]] for what in launches[0]}
+
+
 def summary(per_rank: list[dict[str, list[float]]]) -> dict[str, float]:
     """Microseconds over the rounds, each round being as slow as its slowest rank."""
     result: dict[str, float] = {}
@@ -91,7 +98,8 @@ def main(
     heads: Annotated[int, typer.Option(help="H, heads of the group")] = 64,
     dim: Annotated[int, typer.Option(help="D, columns merged")] = 128,
     ranks: Annotated[int, typer.Option(min=2, help="N, local processes")] = 2,
-    rounds: Annotated[int, typer.Option(min=10, help="timed rounds of each")] = 400,
+    rounds: Annotated[int, typer.Option(min=10, help="timed rounds of each, in each launch")] = 400,
+    launches: Annotated[int, typer.Option(min=1, help="times to start new processes; their rounds count together")] = 5,
     json_file: Annotated[Path | None, typer.Option("--json", help="write the result there")] = None,
 ) -> None:
     """Time both, for every dtype, print a table, and exit 1 where a merge takes over 1.5 times the bare exchange."""
@@ -102,14 +110,14 @@ def main(
         raise typer.BadParameter(f"--heads {heads} don't divide over --ranks {ranks}")
     results: dict[str, Any] = {
         "command": f"python -m dcpcomm.bench.gloo_merge --rows {rows} --heads {heads} --dim {dim} --ranks {ranks} "
-        f"--rounds {rounds}",
+        f"--rounds {rounds} --launches {launches}",
         "machine": {"cpu": _cpu(), "cores": os.cpu_count(), "kernel": platform.release(), "load": os.getloadavg()[0]},
         "versions": {
             "dcpcomm": dcpcomm.__version__,
             "torch": torch.__version__,
             "python": platform.python_version(),
         },
-        "shape": {"rows": rows, "heads": heads, "dim": dim, "ranks": ranks, "rounds": rounds},
+        "shape": {"rows": rows, "heads": heads, "dim": dim, "ranks": ranks, "rounds": rounds, "launches": launches},
         "dtypes": {},
     }
     table = Table(
@@ -121,10 +129,16 @@ def main(
         "merge / bare",
         title="whole merge over Gloo against the bare exchange",
     )
-    for dtype in _DTYPES:
-        per_rank = run_on_ranks(measure, ranks, rows, heads, dim, dtype, rounds)
-        assert per_rank is not None
-        found = summary(per_rank)
+    # Where a process's memory happens to lie is worth a tenth: dtypes in turns, each in new processes every time.
+    timed: dict[str, list[list[dict[str, list[float]]]]] = {dtype: [] for dtype in _DTYPES}
+    for _ in range(launches):
+        for dtype, of_launches in timed.items():
+            per_rank = run_on_ranks(measure, ranks, rows, heads, dim, dtype, rounds)
+            assert per_rank is not None
+            of_launches.append(per_rank)
+    for dtype, per_launch in timed.items():
+        found_by_rank = [_together(of_rank) for of_rank in zip(*per_launch, strict=True)]
+        found = summary(found_by_rank)
         results["dtypes"][dtype] = found
         table.add_row(
             dtype,

@@ -79,8 +79,16 @@ CLONES static void narrow_portable(const float *restrict sum, uint16_t *restrict
     for (int64_t k = 0; k < d; k++) row[k] = to_float16(sum[k]);
 }
 
+/* Two rows at once, summed in registers. */
+CLONES static void merge_two_portable(const uint16_t *a, float of_a, const uint16_t *b, float of_b, uint16_t *restrict row,
+                                      int64_t d) {
+    for (int64_t k = 0; k < d; k++)
+        row[k] = to_float16(fmaf(of_b, from_float16(b[k]), fmaf(of_a, from_float16(a[k]), 0.0f)));
+}
+
 static void (*add_halves)(const uint16_t *, float, float *, int64_t) = add_portable;
 static void (*narrow)(const float *, uint16_t *, int64_t) = narrow_portable;
+static void (*merge_two)(const uint16_t *, float, const uint16_t *, float, uint16_t *, int64_t) = merge_two_portable;
 
 #if defined(__x86_64__) && defined(__GNUC__)
 #include <immintrin.h>
@@ -101,11 +109,25 @@ __attribute__((target("avx,fma,f16c"))) static void narrow_f16c(const float *sum
     narrow_portable(sum + k, row + k, d - k);
 }
 
+__attribute__((target("avx,fma,f16c"))) static void merge_two_f16c(const uint16_t *a, float of_a, const uint16_t *b,
+                                                                    float of_b, uint16_t *row, int64_t d) {
+    const __m256 weigh_a = _mm256_set1_ps(of_a), weigh_b = _mm256_set1_ps(of_b);
+    int64_t k = 0;
+    for (; k + 8 <= d; k += 8) {
+        __m256 wide_a = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(a + k)));
+        __m256 wide_b = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(b + k)));
+        __m256 both = _mm256_fmadd_ps(weigh_b, wide_b, _mm256_fmadd_ps(weigh_a, wide_a, _mm256_setzero_ps()));
+        _mm_storeu_si128((__m128i *)(row + k), _mm256_cvtps_ph(both, _MM_FROUND_TO_NEAREST_INT));
+    }
+    merge_two_portable(a + k, of_a, b + k, of_b, row + k, d - k);
+}
+
 __attribute__((constructor)) static void choose_conversions(void) {
     __builtin_cpu_init();
     if (__builtin_cpu_supports("avx") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c")) {
         add_halves = add_f16c;
         narrow = narrow_f16c;
+        merge_two = merge_two_f16c;
     }
 }
 #endif
@@ -225,6 +247,12 @@ static void combine_float16(const Source *sources, int32_t n, int64_t t, int64_t
         for (int64_t j = 0; j < h; j++) {
             float lse = shares_of(sources, n, i, j, base_two, out_lse != NULL, share);
             if (out_lse) *out_lse++ = lse;
+            if (n == 2 && share[0] > 0.0f && share[1] > 0.0f) {
+                merge_two((const uint16_t *)(sources[0].rows + i * sources[0].rows_t + j * sources[0].rows_h), share[0],
+                          (const uint16_t *)(sources[1].rows + i * sources[1].rows_t + j * sources[1].rows_h), share[1],
+                          (uint16_t *)(to + i * to_t + j * to_h), d);
+                continue;
+            }
             memset(sum, 0, (size_t)d * sizeof(float));
             for (int32_t s = 0; s < n; s++)
                 if (share[s] > 0.0f)
