@@ -142,12 +142,13 @@ class Kernels:
         return self._bind(self._combine[vectors], "combine", grid, params)
 
     def bind_scale(self, params: ScaleParams, vectors: bool | None = None) -> Launch:
-        """`params` with its variant and grid, and `params.columns` as in `bind_combine`. Only for groups of two and
-        more.
+        """`params` with its variant and grid, and `params.columns` and `lanes` as in `bind_combine`. Only for groups of
+        two and more.
         """
         vectors = params.rows_unit == 16 if vectors is None else vectors
         params.columns = params.width * self.dtype.itemsize // 16 if vectors else params.width
-        grid = tile(params.columns, params.row_count, self._most_blocks)
+        params.lanes = -(-params.columns // 2) if vectors else params.columns
+        grid = tile(params.lanes, params.row_count, self._most_blocks)
         return self._bind(self._scale[vectors], "scale", grid, params)
 
     def bind_put(self, params: PutParams) -> Launch:

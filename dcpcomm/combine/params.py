@@ -118,7 +118,7 @@ class CombineParams(ctypes.Structure):
 
 
 class ScaleParams(ctypes.Structure):
-    """The argument of scale.cu's kernels. `columns` is filled at the launch, by the variant."""
+    """The argument of scale.cu's kernels. `columns` and `lanes` are filled at the launch, by the variant."""
 
     _fields_ = [
         ("rows", _U64),
@@ -126,7 +126,7 @@ class ScaleParams(ctypes.Structure):
         ("lse", _U64),
         *_fields(_I64, "lse_source lse_n lse_t"),
         *_fields(_U64, "scaled out_lse"),
-        *_fields(_U32, "ranks rank slice heads columns row_count per_block base_two rows_unit unused"),
+        *_fields(_U32, "ranks rank slice heads columns row_count per_block base_two rows_unit lanes"),
         ("by_block", Divisor),
         ("by_heads", Divisor),
     ]

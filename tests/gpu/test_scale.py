@@ -97,7 +97,7 @@ def test_replays_and_eager_calls_mix(rig: Rig) -> None:
 
 
 @pytest.mark.filterwarnings("default")  # torch.compile has warnings of its own
-@pytest.mark.parametrize(("n", "d"), [(2, 128), (8, 128), (2, 512), (8, 576)])
+@pytest.mark.parametrize(("n", "d"), [(2, 128), (8, 576)])
 def test_times(rig: Rig, n: int, d: int, capsys: pytest.CaptureFixture[str]) -> None:
     def as_the_rival(out: torch.Tensor, lses: torch.Tensor) -> torch.Tensor:  # of bench/rivals/ag_rs.py
         weight = torch.exp(lses - lses.amax(0))
@@ -107,7 +107,7 @@ def test_times(rig: Rig, n: int, d: int, capsys: pytest.CaptureFixture[str]) -> 
         return by_rank.contiguous()
 
     scaler, compiled, lines = Scaler(shape_of(n, d), 0, n, rig.device), Compiled(as_the_rival), []
-    for b in (1, 16, 64, 256):
+    for b in (1, 64, 256):
         rows = torch.randn(b, 16 * n, d, dtype=torch.bfloat16, device=rig.device)
         lses = torch.randn(n, b, 16 * n, device=rig.device)
         compiled.begin()

@@ -134,7 +134,7 @@ struct ScaleParams {
     u32 per_block;  // t * h
     u32 base_two;
     u32 rows_unit;  // bytes that can be loaded at once: 16, or fewer
-    u32 unused;
+    u32 lanes;      // threads of a row: one for each column, or for two
     Divisor by_block;
     Divisor by_heads;
 };

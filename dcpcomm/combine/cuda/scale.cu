@@ -16,13 +16,14 @@ template <int N>
 struct Weigh {
     static __device__ __forceinline__ float row(const ScaleParams &p, u64 lse, bool wanted, float &merged) {
         float share[N], top, total, inverse;
-        // Loaded and weighed a second time: picked out of an array by a number known at run time, it would push the array
-        // out to memory.
-        const float mine = load_lse(lse + (i64)p.rank * p.lse_source);
+        // From three on loaded and weighed a second time: picked out of an array by a number known at run time, it would
+        // push the array out to memory.
+        const float mine = N == 2 ? 0.0f : load_lse(lse + (i64)p.rank * p.lse_source);
 #pragma unroll
         for (int n = 0; n < N; n++) share[n] = load_lse(lse + (i64)n * p.lse_source);
         shares_of<N>(share, p.base_two, top, total, inverse);
         if (wanted) merged = merged_lse(top, total, p.base_two);
+        if (N == 2) return p.rank ? share[N - 1] : share[0];
         return share_of(weight_of(mine, top, p.base_two), inverse);
     }
 };
@@ -49,7 +50,7 @@ template <int N, int BYTES>
 __device__ __forceinline__ void scale(const ScaleParams &p) {
     const u32 column = blockIdx.y * blockDim.x + threadIdx.x;
     const u32 step = gridDim.x * blockDim.y;
-    if (column >= p.columns) return;
+    if (column >= p.lanes) return;
     for (u32 row = blockIdx.x * blockDim.y + threadIdx.y; row < p.row_count; row += step) {
         const u32 n = quotient(row, p.by_block);
         const u32 inside = row - n * p.per_block;
@@ -63,11 +64,19 @@ __device__ __forceinline__ void scale(const ScaleParams &p) {
         // Loaded whether it counts or not, so that it doesn't wait for the LSEs.
         float merged = 0.0f;
         if (BYTES == 16) {
-            Vector v = load_vector(from + (u64)column * 16);
+            // Two vectors a thread: weighing a row costs more than moving one.
+            const bool second = column + p.lanes < p.columns;
+            Vector v = load_vector(from + (u64)column * 16), w = v;
+            load_vector_if(w, from + (u64)(column + p.lanes) * 16, second);
             const float share = Weigh<N>::row(p, lse, tells, merged);
 #pragma unroll
             for (int i = 0; i < 4; i++) v.word[i] = scaled_word(share, v.word[i]);
             store_vector(to, v);
+            if (second) {
+#pragma unroll
+                for (int i = 0; i < 4; i++) w.word[i] = scaled_word(share, w.word[i]);
+                store_vector(to + (u64)p.lanes * 16, w);
+            }
         } else {
             const u32 bits = load_element<ITEM>(from + (i64)column * p.rows_d, p.rows_unit);
             store_element<ITEM>(to, scaled_word(Weigh<N>::row(p, lse, tells, merged), bits), ITEM);
