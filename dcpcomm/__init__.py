@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 if importlib.util.find_spec("dcpcomm.backends") is None:
     raise ImportError(
         "dcpcomm was imported from a source folder without being installed, so its transports can't be found. Install "
-        "it first: `pip install -e .` in the repository's root, or `make` there."
+        "it first: `pip install -e .` in the repository's root, or `make` there. If it is installed, Python has found "
+        "this folder before it: start elsewhere, or with PYTHONSAFEPATH=1."
     )
 
 if TYPE_CHECKING:

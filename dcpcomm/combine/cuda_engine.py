@@ -84,9 +84,8 @@ class _CudaCall(PackedCall):
     def call_off(self, header: Header) -> None:
         n = self._engine.world_size
         nothing, no_lse = torch.empty((n, 0, 0, 0), dtype=self._engine.shape.dtype), torch.empty((n, 0, 0))
-        params = pack_params(
-            self._send, nothing, no_lse, self._engine.rank, header, self._ordinal, progress=self._progress
-        )
+        # Not counted as begun: nothing of it will end.
+        params = pack_params(self._send, nothing, no_lse, self._engine.rank, header, self._ordinal)
         self._engine.kernels.pack(self._engine.stream(), params)
 
     def pack(self, partials: Partials, start: int, header: Header) -> None:

@@ -46,10 +46,10 @@ class _TorchCudaCall(TorchCall):
         for column, word in enumerate(header.words()[1:], 1):
             headers[:, column].fill_(word)
         self._ordinal.add_(1)
-        self._progress[0].copy_(self._ordinal, non_blocking=True)
 
     def pack(self, partials: Partials, start: int, header: Header) -> None:
         self.call_off(header)
+        self._progress[0].copy_(self._ordinal, non_blocking=True)
         self._pack_rows(partials, start)
 
     def combine(

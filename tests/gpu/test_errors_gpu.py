@@ -27,7 +27,7 @@ from tests.gpu.rig import (
     together,
 )
 from tests.oracle import Case, judge, make_case
-from tests.world import Raised, meet, outcome
+from tests.world import Raised, listening, meet, outcome
 
 pytestmark = ONE_GPU
 RANKS = pytest.mark.parametrize("n", [2, 4])
@@ -327,3 +327,52 @@ def test_a_lost_channel_of_one_merger_leaves_the_other_alone(n: int, rng: torch.
             judge_met(first, "TransportTimeout", (1,), f"rank {rank}")
     for results in by_call([good for _, good in by_rank]):
         judge(results, case)
+
+
+def patient(group: Any, case: Case) -> Any:
+    """The last rank comes long after the deadline, and nobody gives up."""
+    ((partial, lse),) = mine([case], group.rank)
+    with merger_for(group, watchdog={"timeout_s": 0.5, "action": "log"}) as merger:
+        merger.merge(partial, lse)
+        together()
+        with listening() as heard:
+            if group.rank == group.size - 1:
+                time.sleep(2.0)
+            results = finished(merger, [merger.merge(partial, lse, return_lse=True)])
+        meet()
+        return results, heard
+
+
+@RANKS
+def test_asked_to_log_the_others_wait_on_and_the_late_rank_is_named(n: int, rng: torch.Generator) -> None:
+    case = make_case(rng, n, b=5)
+    by_rank = run(n, patient, case)
+    judge([results[0] for results, _ in by_rank], case)
+    for rank in range(n - 1):
+        said = [text for text in by_rank[rank][1] if f"rank {rank} has waited" in text]
+        assert said, f"rank {rank} said nothing of its wait: {by_rank[rank][1]}"
+        assert f"rank {n - 1}: channel 0: idle after call 0" in said[0], said
+
+
+def idle_after_a_wrong_call(group: Any, case: Case) -> Any:
+    ((partial, lse),) = mine([case], group.rank)
+    with merger_for(group, watchdog={"timeout_s": 0.5, "action": "log"}) as merger:
+        merger.merge(partial, lse)
+        together()
+        with listening() as heard:
+            wrong = outcome(merger.merge, partial, lse.double() if group.rank == 0 else lse)
+            settle()
+            outcome(merger.check)
+            time.sleep(1.5)
+        meet()
+        return wrong, heard, finished(merger, [merger.merge(partial, lse, return_lse=True)])
+
+
+@RANKS
+def test_a_call_that_was_called_off_is_not_waited_for(n: int, rng: torch.Generator) -> None:
+    case = make_case(rng, n, b=5)
+    by_rank = run(n, idle_after_a_wrong_call, case)
+    assert isinstance(by_rank[0][0], Raised)
+    for rank, (_, heard, _) in enumerate(by_rank):
+        assert not [text for text in heard if "has waited" in text], f"rank {rank}: {heard}"
+    judge([results[0] for _, _, results in by_rank], case)
