@@ -85,12 +85,14 @@ def rows_of(answers: list[Answer], settings: Settings, *, programmatic: bool = F
     return rows
 
 
-def document(answers: list[Answer], rows: list[Row], settings: Settings, command: list[str]) -> dict[str, Any]:
+def document(
+    answers: list[Answer], rows: list[Row], settings: Settings, command: list[str], of_commit: str | None = None
+) -> dict[str, Any]:
     """For JSON."""
     return {
         "command": shlex.join(command),
         "when": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "commit": commit(),
+        "commit": of_commit or commit(),
         "machine": machine([answer.gpu for answer in answers]),
         "versions": versions(),
         "ranks": {"count": len(answers), "are": "processes" if under_torchrun() else "threads on one GPU"},
@@ -162,6 +164,9 @@ def main(
     per_graph: Annotated[int, typer.Option(help="merges in a graph")] = 20,
     replays: Annotated[int, typer.Option(help="timed replays")] = 30,
     json_file: Annotated[Path | None, typer.Option("--json", help="write the results there")] = None,
+    of_commit: Annotated[
+        str | None, typer.Option("--commit", help="which the results are of, where what runs is no checkout")
+    ] = None,
 ) -> None:
     """Time whole merges, side by side, against the limit of the machine."""
     from rich.console import Console
@@ -210,8 +215,13 @@ def main(
     for name, why in answers[0].skipped.items():
         print(f"not measured: {name}: {why}", file=sys.stderr)
     if json_file is not None:
-        command = ["python", "-m", "dcpcomm.bench.merge", *sys.argv[1:]]
-        json_file.write_text(json.dumps(document(answers, found, settings, command), indent=1) + "\n", encoding="utf-8")
+        starter = ["python"]
+        if under_torchrun():
+            starter = ["torchrun", "--nproc-per-node", os.environ.get("LOCAL_WORLD_SIZE", str(len(answers)))]
+        command = [*starter, "-m", "dcpcomm.bench.merge", *sys.argv[1:]]
+        json_file.write_text(
+            json.dumps(document(answers, found, settings, command, of_commit), indent=1) + "\n", encoding="utf-8"
+        )
     if any(row.wrong for row in found):
         raise typer.Exit(1)
 
