@@ -13,7 +13,7 @@ from dcpcomm.errors import ShapeError
 from dcpcomm.group import Group
 from dcpcomm.transport import LSE_DTYPES, MergeShape
 
-__all__ = ["Arguments", "Partials", "check_tag", "check_w_uv", "rows_of"]
+__all__ = ["Arguments", "Checked", "check_tag", "check_w_uv", "rows_of"]
 
 #: What a call may bring, by the names in messages.
 INPUTS = (
@@ -36,12 +36,19 @@ def check_tag(tag: Any) -> int:
     return tag
 
 
-class Partials(NamedTuple):
-    """Of partials that were found right: B, and how many bytes each of the two may touch from its address on."""
+class Checked(NamedTuple):
+    """Of partials that were found right.
+
+    Attributes:
+        tokens: B.
+        out_reach, lse_reach: bytes that each of the two may touch, from its address on.
+        rows: tokens and heads of the result.
+    """
 
     tokens: int
     out_reach: int
     lse_reach: int
+    rows: tuple[int, int]
 
 
 class Arguments:
@@ -52,7 +59,7 @@ class Arguments:
     def __init__(self, shape: MergeShape, world_size: int, device: torch.device) -> None:
         self._shape, self._world_size, self._device = shape, world_size, device
         self._own = self._own_end = 0
-        self._partials: dict[Any, Partials] = {}
+        self._partials: dict[Any, Checked] = {}
         self._outs: dict[Any, int] = {}
 
     def keep_off(self, own: torch.Tensor | None) -> None:
@@ -60,7 +67,7 @@ class Arguments:
         if own is not None:
             self._own, self._own_end = own.data_ptr(), own.data_ptr() + own.nbytes
 
-    def partials(self, out: Any, lse: Any) -> Partials:
+    def partials(self, out: Any, lse: Any) -> Checked:
         """After checking type, shape, dtype, device, grad and overlap with the library's own memory.
 
         Raises:
@@ -72,7 +79,9 @@ class Arguments:
         except Exception:  # no tensor, or none that has strides
             found = key = None
         if found is None or ((out.requires_grad or lse.requires_grad) and torch.is_grad_enabled()):
-            found = Partials(self._check(out, lse), reach(out), reach(lse))
+            tokens = self._check(out, lse)
+            rows = self._shape.result_rows(tokens, self._world_size)
+            found = Checked(tokens, reach(out), reach(lse), rows)
             _remember(self._partials, key, found)
         at = out.data_ptr()
         if at < self._own_end and self._own < at + found[1]:
@@ -110,14 +119,14 @@ class Arguments:
         self,
         out: Any,
         shape: tuple[int, ...],
-        partials: Partials,
+        checked: Checked,
         inputs: tuple[torch.Tensor | None, ...],
     ) -> None:
         """Raise unless `out` is a view of the result's shape and dtype that shares no byte with an input or with the
         library's own memory.
 
         Args:
-            partials: what `self.partials` said of the first two of `inputs`.
+            checked: what `self.partials` said of the first two of `inputs`.
             inputs: those of `INPUTS`, in that order, as far as there are any.
         """
         try:
@@ -137,11 +146,12 @@ class Arguments:
             )
         begin = out.data_ptr()
         end = begin + size
+        reaches = checked.out_reach, checked.lse_reach
         for index, tensor in enumerate(inputs):
             if tensor is None:
                 continue
             at = tensor.data_ptr()
-            far = partials[1 + index] if index < 2 else reach(tensor)
+            far = reaches[index] if index < 2 else reach(tensor)
             if at < end and begin < at + far and overlap(out, tensor):
                 raise ShapeError(f"out overlaps {INPUTS[index]} in memory; expected memory of its own")
         if self._own < end and begin < self._own_end:

@@ -56,6 +56,7 @@ class Channel:
         self._group, self._shape, self._watchdog = group, shape, watchdog
         self._decision, self._transports = decision, transports
         self._engine, self._device, self._on_gpu = engine, device, topology.on_gpu(device)
+        self._carriers: dict[int, MergeTransport] = {}  # by B
         self._polls = [transport.poll for transport in transports.values()]
         self._heads = shape.result_rows(group.size, group.size)[1]
         self._send, self._recv = send, recv
@@ -211,7 +212,9 @@ class Channel:
             partials = partials if partials.counts is None else partials.cleaned()
             return self._combine(*partials.part(self._shape.scatter, 1, start, t), out, want_lse)
 
-        transport = self._transports[self._decision.transport_for(header.tokens)]
+        transport = self._carriers.get(header.tokens)
+        if transport is None:
+            transport = self._carriers[header.tokens] = self._transports[self._decision.transport_for(header.tokens)]
         self._watchdog.begin(self.index, header)
         try:
             if transport.fused_merge is not None:

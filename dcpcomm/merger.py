@@ -217,11 +217,10 @@ class DCPMerger:
             # Everything that can be wrong with this rank's call is found in here, before anything is sent.
             try:
                 checked = self._arguments.partials(partial_out, partial_lse)
-                tokens = checked.tokens
+                tokens, rows = checked.tokens, checked.rows
                 if w_uv is not None:
                     check_gathered(w_uv, self)
                 check_tag(tag)
-                rows = self.shape.result_rows(tokens, self.group.size)
                 width = self.shape.head_dim if w_uv is None else self.shape.v_head_dim or 0
                 if out is not None:
                     inputs = partial_out, partial_lse, valid_counts, seq_lens, query_start_loc
