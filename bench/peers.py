@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
-__all__ = ["Peers"]
+from dcpcomm.backends.cupy_ipc import LAZY_PEER_ACCESS, runtime, tensor_at
 
-_LAZY_PEER_ACCESS = 1
+__all__ = ["Peers"]
 
 
 class Peers:
@@ -59,22 +58,22 @@ class Peers:
         Args:
             gather: what every rank brought, by rank.
         """
-        runtime = importlib.import_module("cupy_backends.cuda.api.runtime")
+        cuda = runtime()
         with torch.cuda.device(device):
-            runtime.setDevice(torch.cuda.current_device())
-            address = int(runtime.malloc(nbytes))  # not torch's: a handle opens a whole allocation from its beginning
-            own = torch.as_tensor(_Region(address, nbytes), device=device)
+            cuda.setDevice(torch.cuda.current_device())
+            address = int(cuda.malloc(nbytes))  # not torch's: a handle opens a whole allocation from its beginning
+            own = tensor_at(address, nbytes, device)
             own.zero_()
             torch.cuda.current_stream(device).synchronize()
-            handles = gather(bytes(runtime.ipcGetMemHandle(address)))
+            handles = gather(bytes(cuda.ipcGetMemHandle(address)))
             addresses = tuple(
-                address if other == rank else int(runtime.ipcOpenMemHandle(handle, _LAZY_PEER_ACCESS))
+                address if other == rank else int(cuda.ipcOpenMemHandle(handle, LAZY_PEER_ACCESS))
                 for other, handle in enumerate(handles)
             )
         opened = [one for other, one in enumerate(addresses) if other != rank]
         return cls(
             rank, own, addresses, meet, None,
-            lambda: [runtime.ipcCloseMemHandle(one) for one in opened], lambda: runtime.free(address),
+            lambda: [cuda.ipcCloseMemHandle(one) for one in opened], lambda: cuda.free(address),
         )  # fmt: skip
 
     def close(self) -> None:
@@ -84,12 +83,3 @@ class Peers:
             unmap()
             self._meet()
             free()
-
-
-class _Region:
-    """Memory that torch did not allocate, in the form that it takes as a tensor."""
-
-    def __init__(self, address: int, nbytes: int) -> None:
-        self.__cuda_array_interface__ = {
-            "shape": (nbytes,), "typestr": "|u1", "data": (address, False), "version": 3,
-        }  # fmt: skip

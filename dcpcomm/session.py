@@ -56,7 +56,7 @@ class Session:
         self.group.timeout_s = watchdog.timeout_s
         self.group.exchange_timeout_s = watchdog.timeout_s if watchdog.action == "raise" else None
         self._workspace = Workspace(shape, self.group.size, self.device)
-        with self.group.control.beating(), _current(self.device):
+        with self.group.control.beating(), topology.on_device(self.device):
             self.decision, self.transports = select(self.group, shape, self.config, self.device, self._workspace)
         if not any(type(one).needs_workspace() for one in self.transports.values()):
             self._workspace.release()
@@ -127,7 +127,7 @@ class Session:
         for transport in self.transports.values():
             transport.close()
         try:
-            with _current(self.device):
+            with topology.on_device(self.device):
                 self._connect_again()
         except BaseException:
             self.close()  # half of it connected: nothing that a call could use
@@ -204,11 +204,6 @@ class Session:
             )
             for index in range(self.shape.channels)
         ]
-
-
-def _current(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Kernels are launched, and libraries set themselves up, on the current device."""
-    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
 def _device(device: torch.device | str | int | None) -> torch.device:

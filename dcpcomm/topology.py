@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import platform
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
-__all__ = ["Facts", "current_device_index", "current_stream", "host_identity", "local_facts", "on_gpu"]
+__all__ = ["Facts", "current_device_index", "current_stream", "host_identity", "local_facts", "on_device", "on_gpu"]
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,11 @@ def _slow_raw_stream(index: int) -> int:
 current_device_index: Callable[[], int] = getattr(torch._C, "_cuda_getDevice", torch.cuda.current_device)
 #: Without the object that torch makes of a stream: it costs more than a launch.
 _raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", _slow_raw_stream)
+
+
+def on_device(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Kernels are launched, and libraries set themselves up, on the current device: this one inside of the block."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
 def local_facts(rank: int, world_size: int, device: torch.device, loopback: bool) -> Facts:
