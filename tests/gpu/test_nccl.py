@@ -160,3 +160,35 @@ def test_a_rank_that_does_not_come_is_named_and_the_process_lives(how: str, tmp_
     """Row 40, with NCCL: one deadline for however many merges wait, and reset() makes the merger whole."""
     for rank, (status, output) in enumerate(two_processes(BEGIN + ABSENT.replace("HOW", how), tmp_path, "nccl_a2a")):
         assert status == 0, f"{how}, rank {rank}: status {status}: {output}"
+
+
+UNEQUAL = """
+merger = build(timeout_s=2)
+merger.merge(partial, lse, out=out)
+torch.cuda.synchronize()
+dist.barrier()
+began = time.monotonic()
+rows = 3 - rank
+mine = torch.zeros(rows, 2, 32, device="cuda")
+merger.merge(partial[:rows], lse[:rows], out=mine)
+torch.cuda.synchronize()
+try:
+    merger.check()
+    raise SystemExit("nothing was raised")
+except (dcpcomm.CallMismatch, dcpcomm.TransportTimeout) as error:
+    assert f"rank {1 - rank}" in str(error), error
+assert time.monotonic() - began < 5.5, time.monotonic() - began
+assert bool(mine.isnan().all())
+dist.barrier()
+merger.reset()
+merger.merge(partial, lse, out=out)
+torch.cuda.synchronize()
+merger.check()
+assert bool(out.isfinite().all())
+"""
+
+
+def test_ranks_that_come_with_unequal_rows_are_told_so(tmp_path: Path) -> None:
+    """Row 40a: NCCL can't tell, and may wait for ever; nothing is merged, and it ends."""
+    for rank, (status, output) in enumerate(two_processes(BEGIN + UNEQUAL, tmp_path, "nccl_a2a")):
+        assert status == 0, f"rank {rank}: status {status}: {output}"
