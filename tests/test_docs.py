@@ -33,7 +33,7 @@ from dcpcomm import registry
 from dcpcomm.config import MergeConfig
 
 ROOT = Path(__file__).parent.parent
-PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 RUNNABLE = [page for page in PAGES if "<!-- run -->" in page.read_text(encoding="utf-8")]
 NAME = {"ids": lambda page: page.name}
 _BLOCK = re.compile(r"(?:^<!-- (?P<mark>[^\n]+?) -->\n)?^```(?P<language>\w*)\n(?P<text>.*?)^```$", re.M | re.S)
