@@ -83,10 +83,10 @@ class Arguments:
             rows = self._shape.result_rows(tokens, self._world_size)
             found = Checked(tokens, reach(out), reach(lse), rows)
             _remember(self._partials, key, found)
-        at = out.data_ptr()
+        at = _address("partial_out", out)
         if at < self._own_end and self._own < at + found[1]:
             raise ShapeError("partial_out lies in the library's own buffers; expected memory of the caller's")
-        at = lse.data_ptr()
+        at = _address("partial_lse", lse)
         if at < self._own_end and self._own < at + found[2]:
             raise ShapeError("partial_lse lies in the library's own buffers; expected memory of the caller's")
         return found
@@ -144,7 +144,7 @@ class Arguments:
             raise ShapeError(
                 "out was made in inference_mode and can't be written outside of it; call within, or clone it"
             )
-        begin = out.data_ptr()
+        begin = _address("out", out)
         end = begin + size
         reaches = checked.out_reach, checked.lse_reach
         for index, tensor in enumerate(inputs):
@@ -166,6 +166,19 @@ class Arguments:
             raise ShapeError(
                 f"out has strides {out.stride()}, by which two of its elements share memory; expected a plain view"
             )
+
+
+def _address(name: str, tensor: torch.Tensor) -> int:
+    """Where a tensor lies. Wrappers, and zeros that nobody has written, look like any other and lie nowhere: to read
+    them there would end the process.
+    """
+    at = int(tensor.data_ptr())
+    if not at and tensor.numel():
+        raise ShapeError(
+            f"{name} is a {type(tensor).__name__} without memory of its own; expected a plain tensor (of a wrapper, "
+            "what it wraps; of a lazy zero, its clone)"
+        )
+    return at
 
 
 def _remember(known: dict[Any, Any], key: Any, value: Any) -> None:

@@ -93,5 +93,7 @@ def _check(name: str, value: torch.Tensor, device: torch.device) -> None:
         raise ShapeError(f"{name} is a {type(value).__name__}; expected a tensor on {device}")
     if value.dtype not in _COUNT_DTYPES:
         raise ShapeError(f"{name} has dtype {value.dtype}; expected int32 or int64")
+    if value.layout != torch.strided or (value.numel() and not value.data_ptr()):
+        raise ShapeError(f"{name} is no plain tensor ({type(value).__name__}, {value.layout}); expected a dense one")
     if value.device != device:
         raise ShapeError(f"{name} is on {value.device}; expected {device}, like the partials")
