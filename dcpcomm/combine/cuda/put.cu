@@ -89,15 +89,14 @@ extern "C" __global__ void __launch_bounds__(512) take(const __grid_constant__ T
     const u64 poison = own + p.poison_offset;
     const u64 epoch = load_relaxed((u64)&state.epoch);
 
-    const bool recording = p.record && load_relaxed(p.record) == RECORD_CLEAR;
-
     // Checked before the flags: the put of a channel that was given up hasn't advanced the epoch, whose flags are all there.
     u32 failed = load_relaxed(poison) ? GIVEN_UP : 0;
     for (u32 source = threadIdx.x; source < p.ranks && failed != GIVEN_UP; source += blockDim.x) {
         if (source == p.rank) continue;
         const u32 how = await(flag_of(p, own, epoch, source), poison, epoch, started, p.deadline_ns);
-        // Where a peer gave up first, whoever isn't there by now is whom it missed.
-        if (how && recording) store_relaxed(p.record + 8 * (2 + source), 1);
+        // Where a peer gave up first, whoever isn't there by now is whom it missed. The record is in the host's memory: to
+        // read it in a call that went well would cost more than the call.
+        if (how && p.record && load_relaxed(p.record) == RECORD_CLEAR) store_relaxed(p.record + 8 * (2 + source), 1);
         failed |= how;
     }
     // Each block has its own verdict. Should they differ, the headers tell: they are copied last, by a block that knows them all.
