@@ -9,8 +9,8 @@ from tests.protocol.setting import Call, Protocol, Scenario
 __all__ = ["SENTINEL", "Cell", "Memory"]
 
 SENTINEL: tuple[Any, ...] = ()
-#: (kind, rank whose memory it is, buffers, ...). Kinds: "payload" (.., slot, source, row, word), "lse" (.., slot, source,
-#: row), "header" (.., slot, source, word), "poison" (.., source), "epoch" (.., block)
+#: (kind, rank whose memory it is, buffers, ...). Kinds: "payload" (.., slot, source, row, word), "lse" (.., slot,
+#: source, row), "header" (.., slot, source, word), "poison" (.., source), "epoch" (.., block)
 Cell = tuple[Any, ...]
 
 _FRESH: dict[str, Any] = {"payload": SENTINEL, "lse": (0, "", ()), "header": (0, ()), "poison": (), "epoch": 0}

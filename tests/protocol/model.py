@@ -8,8 +8,21 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.protocol.machine import DONE, ENTERED, NEW, SENDING, SENT, TAKEN, WAITING, Machine, State, Step, Violated
-from tests.protocol.machine import put, shown
+from tests.protocol.machine import (
+    DONE,
+    ENTERED,
+    NEW,
+    SENDING,
+    SENT,
+    TAKEN,
+    WAITING,
+    Machine,
+    State,
+    Step,
+    Violated,
+    put,
+    shown,
+)
 from tests.protocol.memory import SENTINEL
 from tests.protocol.setting import Protocol, Scenario
 
@@ -23,9 +36,7 @@ class Model(Machine):
 
     def __init__(self, scenario: Scenario, protocol: Protocol, *, reduce: bool = True) -> None:
         super().__init__(scenario, protocol)
-        # What `_commutes` says of later stores to the same word holds where no kernel sends before an earlier one's
-        # stores have arrived.
-        self.reduce = reduce and protocol.drains == "all" and protocol.waits_before_trigger
+        self.reduce = reduce
 
     # -- steps
 
@@ -64,14 +75,16 @@ class Model(Machine):
         """Whether nothing that could happen before this arrival would see or write its word.
 
         Then the order doesn't matter, and the other orders need no search. An LSE or header word: no block still looks
-        for the epoch that is there. A payload word: the sentinel is there, which nobody takes.
+        for the epoch that is there. A payload word: the sentinel is there, which nobody takes. A later store to the
+        same word can't come before, where a rank sends again only when an earlier grid's stores have arrived; and
+        readers must look at every word. Without either (`Case.reduce`, `Fault.reduce`), all orders are searched.
         """
         word, value, *_ = flight[n]
         if (n and flight[n - 1][0] == word) or (n + 1 < len(flight) and flight[n + 1][0] == word):
             return False
         kind = self.memory.kinds[word]
         if kind == "payload":
-            return value != SENTINEL and mem[word] == SENTINEL
+            return bool(value != SENTINEL and mem[word] == SENTINEL)
         if kind in ("lse", "header"):
             place = self.memory.cells[word][1:3]
             return bool(mem[word][0] <= self._finished(mem, streams, place))
@@ -123,7 +136,7 @@ class Model(Machine):
     def _start(self, state: State, s: int, a: int, b: int) -> Any:
         """Load the epoch and the poison words, and send."""
         mem, _, streams = state
-        protocol, call = self.protocol, self.call(state, s, a)
+        protocol = self.protocol
         early = protocol.overlap == "waits" and not protocol.epoch_after_wait
         if protocol.overlap == "waits":
             if a and not early:
@@ -233,7 +246,9 @@ class Model(Machine):
     def _give_up_as_told(self, state: State, s: int, a: int, b: int) -> Any:
         mem = state[0]
         epoch = state[2][s][2][a][1][b][1]
-        poison = [mem[word] for word in self.poison[s] if mem[word] and (self.protocol.refuses or mem[word][0] >= epoch)]
+        poison = [
+            mem[word] for word in self.poison[s] if mem[word] and (self.protocol.refuses or mem[word][0] >= epoch)
+        ]
         if not poison and mem[self.epochs[s][b]] != _POISONED:
             return None
         named = self._named(s, poison)
@@ -249,7 +264,6 @@ class Model(Machine):
         mem, flight, streams = state
         launch, blocks = streams[s][2][a]
         _, epoch, done, _ = blocks[b]
-        call, rank = self.call(state, s, a), self.place[s][0]
         there = list(mem)
         for word, value, *_ in flight:
             if value != SENTINEL:
@@ -297,9 +311,7 @@ class Model(Machine):
     def _finish(self, state: State, s: int, a: int, b: int) -> Any:
         """Behind a fence (`strict`), or behind the grid before (`validated`)."""
         launch = state[2][s][2][a][0]
-        if self.protocol.strict and any(
-            store[2:] == (s, launch, b) and store[1] == SENTINEL for store in state[1]
-        ):
+        if self.protocol.strict and any(store[2:] == (s, launch, b) and store[1] == SENTINEL for store in state[1]):
             return None
         if self.protocol.overlap and a and self.protocol.waits_before_trigger:
             return None
@@ -313,9 +325,9 @@ class Model(Machine):
             raise Violated(step, "answer after a failure", f"the channel failed in epoch {record[0]}, no reset since")
         if how == "right" and (call.off or rank in call.off):
             how = "off"
-        if not self.protocol.overlap or self.protocol.overlap == "waits":
-            if how == "right" or self.protocol.poison_in == "own-word":
-                state = self.advance(state, s, a, b, epoch)
+        late = self.protocol.overlap in ("", "waits")  # else it was advanced before the next kernel could begin
+        if late and (how == "right" or self.protocol.poison_in == "own-word"):
+            state = self.advance(state, s, a, b, epoch)
         return self.become(state, s, a, b, (DONE, epoch, 0, how), text)
 
     def _named(self, s: int, poison: list[Any]) -> tuple[int, ...]:

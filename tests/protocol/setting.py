@@ -32,7 +32,7 @@ class Reset:
 
 @dataclass(frozen=True)
 class Protocol:
-    """Section 10 of the design, with the holes closed that this model found; other values are its variants and errors."""
+    """Section 10 of the design, its holes closed that this model found. Other values are variants, and mistakes."""
 
     slots: int = 2
     # When a kernel lets the next one begin: when it has ended; "waits", at its start, and the next one waits for its
