@@ -46,6 +46,7 @@ FOUR = by_name("two words a row")
 LIGHT = by_name("a weight underflows")
 ONE_WORD = Scenario("four calls", everywhere(2, A, B, C, D), all_right)
 SIX = Scenario("six calls", everywhere(2, A, B, C, D, E, F), all_right)
+SEVEN = replace(SIX, programs=everywhere(2, A, B, C, D, E, F, Call("g")))
 GROWS = Scenario("the grid grows", everywhere(2, A, Call("b", rows=2, grid=2), C), all_right)
 SILENT = Scenario(
     "rank 1 has no rows twice", everywhere(2, A, replace(B, empty=((1, 0),)), replace(C, empty=((1, 0),))), all_right
@@ -103,6 +104,13 @@ READINGS = [
         Protocol(overlap="validated", slots=3, waits_before_trigger=False),
         SIX,
         "deadlock",
+        "e: sends in epoch 5",
+    ),
+    Fault(
+        "four slots, triggered without waiting",
+        Protocol(overlap="sent", slots=4, waits_before_trigger=False),
+        SEVEN,
+        "wrong data",
         "e: sends in epoch 5",
     ),
     Fault(
