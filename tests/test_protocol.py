@@ -31,9 +31,18 @@ def test_the_search_finds_what_is_wrong(fault: Fault) -> None:
     assert any(fault.tells in line for line in report.violation.trace), f"{fault.tells!r} is not in\n{report}"
 
 
-@pytest.mark.parametrize(
-    "name", ["a weight underflows", "a call is skipped", "a call is called off", "a rank is absent"]
-)
+WHOLE = [
+    "two words a row",
+    "a weight underflows",
+    "a call is skipped",
+    "a call is called off",
+    "another number of rows",
+    "a rank is absent",
+    "late, given up, reset",
+]
+
+
+@pytest.mark.parametrize("name", WHOLE)
 def test_the_orders_left_out_lead_nowhere_else(name: str) -> None:
     """With every order of arrivals the answer is the same, and so is how it can end."""
     reduced, whole = check(by_name(name)), check(by_name(name), reduce=False)
