@@ -202,6 +202,9 @@ def check_w_uv(shape: MergeShape, group: Group, device: torch.device, w_uv_local
         )
     if w_uv_local.device != device:
         raise ShapeError(f"w_uv_local is on {w_uv_local.device}; expected {device}")
+    if w_uv_local.layout != torch.strided:
+        raise ShapeError(f"w_uv_local has layout {w_uv_local.layout}; expected torch.strided")
+    _address("w_uv_local", w_uv_local)
     return w_uv_local
 
 

@@ -133,6 +133,7 @@ class DCPMerger:
         return self._call(
             partial_out,
             partial_lse,
+            False,
             None,
             valid_counts,
             seq_lens,
@@ -188,6 +189,7 @@ class DCPMerger:
         return self._call(
             partial_latent,
             partial_lse,
+            True,
             w_uv,
             valid_counts,
             seq_lens,
@@ -202,6 +204,7 @@ class DCPMerger:
         self,
         partial_out: torch.Tensor,
         partial_lse: torch.Tensor,
+        projecting: bool,
         w_uv: GatheredWUV | None,
         valid_counts: torch.Tensor | None,
         seq_lens: torch.Tensor | None,
@@ -218,7 +221,7 @@ class DCPMerger:
             try:
                 checked = self._arguments.partials(partial_out, partial_lse)
                 tokens, rows = checked.tokens, checked.rows
-                if w_uv is not None:
+                if projecting:
                     check_gathered(w_uv, self)
                 check_tag(tag)
                 width = self.shape.head_dim if w_uv is None else self.shape.v_head_dim or 0
@@ -239,7 +242,7 @@ class DCPMerger:
                 partials = self._session.partials(partial_out, partial_lse, counts)
             except Exception as error:
                 tokens = rows_of(partial_out, partial_lse)
-                stream.cancel(ordinal, tokens, self._session.wire_width(tokens, w_uv is not None), error)
+                stream.cancel(ordinal, tokens, self._session.wire_width(tokens, projecting), error)
                 if isinstance(error, ShapeError):
                     raise ShapeError(f"rank {self.group.rank}: {error}") from None
                 raise

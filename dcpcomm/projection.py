@@ -50,9 +50,8 @@ class GatheredWUV:
         self._needs_full = needs_full
         self._number = merger.count_weights()  # the layer, as a rule; ranks that refresh different ones are told
         self.full: torch.Tensor | None = None
-        self.local = self._checked(w_uv_local)
         with torch.inference_mode(False):
-            self.local = self.local.detach().clone(memory_format=torch.contiguous_format)
+            self.local = self._checked(w_uv_local).clone()
             if needs_full:
                 self.full = self._gather(self.local)
 
@@ -80,9 +79,13 @@ class GatheredWUV:
         return gathered.reshape(-1, *local.shape[1:])
 
     def _checked(self, w_uv_local: torch.Tensor) -> torch.Tensor:
+        """Contiguous. Whatever is raised here, the peers are told: they come to the gathering meanwhile."""
         try:
-            return check_w_uv(self._merger.shape, self._merger.group, self._merger.device, w_uv_local)
-        except ShapeError as error:
+            checked = check_w_uv(self._merger.shape, self._merger.group, self._merger.device, w_uv_local)
+            return checked.detach().contiguous()
+        except Exception as error:
             if self._needs_full:
-                self._merger.group.control.fail(f"ShapeError: {error}")
-            raise ShapeError(f"rank {self._merger.group.rank}: {error}") from None
+                self._merger.group.control.fail(f"{type(error).__name__}: {error}")
+            if isinstance(error, ShapeError):
+                raise ShapeError(f"rank {self._merger.group.rank}: {error}") from None
+            raise

@@ -141,11 +141,14 @@ def wrong_weights(group: Any, case: Case, w: torch.Tensor) -> Any:
             "heads": outcome(merger.gather_w_uv, mine[:3]),
             "transposed": outcome(merger.gather_w_uv, mine.transpose(1, 2)),
             "dtype": outcome(merger.gather_w_uv, mine.half()),
+            "sparse": outcome(merger.gather_w_uv, mine.to_sparse()),
+            "nowhere": outcome(merger.gather_w_uv, torch._efficientzerotensor(tuple(mine.shape))),
         }
         meet()
         gathered = merger.gather_w_uv(mine)
         bad["refresh"] = outcome(gathered.refresh, mine[:, 1:])
         bad["raw tensor"] = outcome(merger.merge_and_project, case.outs[rank], case.lses[rank], mine)
+        bad["nothing"] = outcome(merger.merge_and_project, case.outs[rank], case.lses[rank], None)
         bad["width"] = outcome(merger.merge_and_project, case.outs[rank][..., :V], case.lses[rank], gathered)
         good = merger.merge_and_project(case.outs[rank], case.lses[rank], gathered, valid_counts=counts)
     with merger_for(group) as plain:
@@ -195,6 +198,8 @@ def one_rank_wrong(group: Any, order: str, case: Case, w: torch.Tensor, culprit:
     met = {}
     with projecting(group, order, dtype=F32) as merger:
         met["gather"] = outcome(merger.gather_w_uv, wrong)
+        meet()
+        met["gather what is sparse"] = outcome(merger.gather_w_uv, mine.to_sparse() if rank == culprit else mine)
         meet()
         gathered = merger.gather_w_uv(mine)
         met["refresh"] = outcome(gathered.refresh, wrong)
