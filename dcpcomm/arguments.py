@@ -4,6 +4,7 @@ expected.
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any, NamedTuple
 
 import torch
@@ -210,13 +211,20 @@ def check_w_uv(shape: MergeShape, group: Group, device: torch.device, w_uv_local
 
 def rows_of(*partials: Any) -> int:
     """B, as far as a call with wrong arguments has one: 0 only where none of them has a row."""
-    given = [int(one.shape[0]) for one in partials if isinstance(one, torch.Tensor) and one.dim()]
+    given = []
+    for one in partials:
+        # A nested tensor, say, has dimensions and raises where it is asked for their length.
+        with contextlib.suppress(Exception):
+            if isinstance(one, torch.Tensor) and one.dim():
+                given.append(int(one.shape[0]))
     return next((rows for rows in given if rows), 0 if len(given) == len(partials) else 1)
 
 
 def _check_tensor(name: str, tensor: Any, device: torch.device) -> None:
     if not isinstance(tensor, torch.Tensor):
         raise ShapeError(f"{name} is a {type(tensor).__name__}; expected a tensor on {device}")
+    if tensor.is_nested:
+        raise ShapeError(f"{name} is a nested tensor; expected a dense one")
     if tensor.device != device:
         raise ShapeError(f"{name} is on {tensor.device}; expected {device}, where the merger is")
     if tensor.layout != torch.strided:

@@ -136,7 +136,8 @@ class Group:
             by_place = sorted(range(self.size), key=lambda rank: theirs[rank][2])
             dist.all_gather([gathered[rank] for rank in by_place], tensor.contiguous(), group=over)
         else:
-            raw = tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
+            # Flat first: a last axis of one index may have any stride, by which bytes can't be seen.
+            raw = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
             for rank, other in enumerate(self.control.exchange(raw, self.timeout_s, what)):
                 gathered[rank] = torch.frombuffer(bytearray(other), dtype=tensor.dtype).view(tensor.shape)
         return gathered

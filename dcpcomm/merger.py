@@ -65,7 +65,8 @@ class DCPMerger:
         config: Any = None,
         device: torch.device | str | int | None = None,
     ) -> None:
-        self._session = Session(group, shape, config, device)
+        with torch.device("cpu"):  # of tensors made without one: engines build their models under another default
+            self._session = Session(group, shape, config, device)
         self.shape, self.group, self.device = shape, self._session.group, self._session.device
         # Of the result's token axis, so for token scatter within each rank's own slice.
         self._chunk = shape.tokens_per_exchange(self.group.size)
@@ -354,7 +355,8 @@ class DCPMerger:
             TransportTimeout: naming the ranks that did not come.
             TransportUnavailable: it can't be connected again; the merger is then closed.
         """
-        self._session.reset()
+        with torch.device("cpu"):
+            self._session.reset()
 
     def explain(self) -> str:
         """What was decided and why, in words."""

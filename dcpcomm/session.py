@@ -37,11 +37,11 @@ class Session:
     """
 
     def __init__(self, group: Any, shape: MergeShape, config: Any, device: torch.device | str | int | None) -> None:
-        if not isinstance(shape, MergeShape):
-            raise ShapeError(f"shape is a {type(shape).__name__}; expected a MergeShape")
         self.group = Group.of(group)
         self.shape = shape
         try:
+            if not isinstance(shape, MergeShape):
+                raise ShapeError(f"shape is a {type(shape).__name__}; expected a MergeShape")
             shape.check_world_size(self.group.size)
             self.config: MergeConfig = load_config(config)
             self.device = _device(device)

@@ -9,7 +9,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
-from dcpcomm.arguments import Arguments
+from dcpcomm.arguments import Arguments, rows_of
 from dcpcomm.errors import ShapeError
 from dcpcomm.rows import row_counts
 from dcpcomm.transport import MergeShape
@@ -54,6 +54,15 @@ def test_memory_that_is_not_there_is_refused(arguments: Arguments, kind: str, wh
     given[where] = NOWHERE[kind](given[where])
     with pytest.raises(ShapeError, match=rf"^{name} is a \w+ without memory of its own"):
         check(arguments, given)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_tensors_are_refused_and_have_as_many_rows_as_can_be_told(arguments: Arguments) -> None:
+    given = plain()
+    given["out"] = torch.nested.nested_tensor([torch.randn(H, D) for _ in range(B)])
+    with pytest.raises(ShapeError, match="partial_out is a nested tensor"):
+        check(arguments, given)
+    assert rows_of(given["out"], given["lse"]) == B, "the peers are told by a call of as many rows"
 
 
 @pytest.mark.parametrize("wrong", ["interleaved", "inside", "the same"])
