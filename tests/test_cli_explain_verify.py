@@ -63,6 +63,7 @@ def test_verify_proves_what_can_be_used_and_says_why_the_rest_cannot(tmp_path: P
     rows = json.loads(dcpcomm("verify", *SMALL, "--level", "quick", "--json", cache=tmp_path))
     verdicts = {row["name"]: row["verdict"] for row in rows}
     assert verdicts == {
+        "cupy_ipc": "unusable",
         "gloo_a2a": "proven",
         "loopback": "unusable",
         "loopback_peer": "unusable",

@@ -308,7 +308,8 @@ def test_plan_bytes_is_what_is_allocated_and_nothing_grows(peers: World, rng: to
 def test_plan_bytes_needs_no_group_and_grows_with_what_it_plans() -> None:
     def planned(n: int = 2, **changes: Any) -> int:
         given = {"max_tokens": 8, "num_heads": 48, "head_dim": 64, "dtype": BF16, "lse_base": "e"}
-        return dcpcomm.plan_bytes(dcpcomm.MergeShape(**{**given, **changes}), world_size=n)
+        # cupy_ipc takes whole granules, which hide how little this is.
+        return dcpcomm.plan_bytes(dcpcomm.MergeShape(**{**given, **changes}), n, {"forbid": ["cupy_ipc"]})
 
     assert planned() > 2 * 8 * 48 // 2 * 64 * 2
     assert planned(channels=3) > 2 * planned()
