@@ -17,7 +17,7 @@ demo: .venv/ready
 
 # Two at a time, file by file: much of the time goes into waiting for processes to start and deadlines to pass.
 test: .venv/ready
-	$(BIN)/pytest -n 2 --dist loadfile
+	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 check: .venv/ready types
 	$(BIN)/ruff format --check .

@@ -30,6 +30,26 @@ PEERS = [(backend, n) for backend, n in ALL if n > 1]
 SOME = [("gloo_a2a", 3), ("loopback", 3), ("loopback_peer", 3)]
 
 
+#: Files whose tests take long, each for itself: begun first, so that at the end no worker waits for the other.
+SLOW = (
+    "trial", "docs", "demo", "conformance", "mutants", "cli_explain_verify", "nvrtc_gpu_path", "nvrtc_merges",
+    "nccl_on_cpu", "agreement_processes", "agreement_absence", "exit", "plugin_safety", "fixtures", "protocol",
+    "cupy_ipc", "nvrtc_scale", "nvrtc_compiles", "hazards_absence", "watchdog",
+)  # fmt: skip
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Slow files first, those that only a GPU runs last; else as they came."""
+
+    def place(item: pytest.Item) -> int:
+        if item.path.parent.name == "gpu":
+            return len(SLOW) + 1
+        name = item.path.stem.removeprefix("test_")
+        return SLOW.index(name) if name in SLOW else len(SLOW)
+
+    items.sort(key=place)
+
+
 def _name(world: tuple[str, int]) -> str:
     return f"{world[0]}-{world[1]}"
 
