@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import torch
 
 from dcpcomm import topology
+from dcpcomm.combine.peer_options import PeerOptions
 from dcpcomm.errors import TransportUnavailable
 from dcpcomm.log import log
 from dcpcomm.topology import Facts
@@ -32,6 +33,7 @@ class CupyIpc(PeerMemoryTransport):
     capabilities: ClassVar[Capabilities] = Capabilities(
         devices=("cuda",), graph_capturable=True, ragged=True, proven_on=("one sm_90 for all ranks",)
     )
+    Options = PeerOptions
 
     _address = 0
     _offered = False
@@ -87,7 +89,8 @@ class CupyIpc(PeerMemoryTransport):
                 self._opened += (opened,)
         size, device = self.peer_bytes, self.group.device
         regions = [self._own if other == rank else tensor_at(one, size, device) for other, one in enumerate(addresses)]
-        self._buffers = PeerBuffers(self._own, regions)
+        sharing = sum(one["gpu"] == told[rank]["gpu"] for one in told)
+        self._buffers = PeerBuffers(self._own, regions, sharing)
 
     def map_symmetric(self, nbytes: int) -> PeerBuffers:
         assert self._buffers is not None

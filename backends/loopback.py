@@ -12,6 +12,7 @@ from typing import ClassVar
 
 import torch
 
+from dcpcomm.combine.peer_options import PeerOptions
 from dcpcomm.errors import TransportTimeout
 from dcpcomm.testing.loopback import Office
 from dcpcomm.topology import Facts
@@ -100,6 +101,7 @@ class LoopbackPeer(PeerMemoryTransport):
 
     name: ClassVar[str] = "loopback_peer"
     capabilities: ClassVar[Capabilities] = Capabilities(devices=("cpu", "cuda"), graph_capturable=True, ragged=True)
+    Options = PeerOptions
 
     _memory: torch.Tensor | None = None
     _leaked: ClassVar[list[torch.Tensor]] = []
@@ -130,7 +132,7 @@ class LoopbackPeer(PeerMemoryTransport):
 
     def map_symmetric(self, nbytes: int) -> PeerBuffers:
         assert self._memory is not None
-        return PeerBuffers(self._memory, self._opened)
+        return PeerBuffers(self._memory, self._opened, sharing=self.group.size)
 
     def close(self) -> None:
         if self._memory is not None:

@@ -11,7 +11,7 @@ import torch
 
 from dcpcomm.combine.driver import Context, Launch, Module
 from dcpcomm.combine.nvrtc import Binary, compile_kernels
-from dcpcomm.combine.params import struct_sizes
+from dcpcomm.combine.structs import struct_sizes
 
 __all__ = ["FOLDER", "KernelFile", "build"]
 

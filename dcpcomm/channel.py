@@ -9,12 +9,13 @@ step.
 from __future__ import annotations
 
 import threading
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from dcpcomm import topology
+from dcpcomm.blame import Blame
 from dcpcomm.combine.engine import Engine, Failure, Layout, PackedCall, Partials
 from dcpcomm.combine.wire import KIND_CANCELLED, Header, WireViews, wire_views
 from dcpcomm.decision import Decision
@@ -22,6 +23,9 @@ from dcpcomm.errors import CallMismatch, DCPCommError, TransportTimeout
 from dcpcomm.group import Group
 from dcpcomm.transport import MergeShape, MergeTransport
 from dcpcomm.watchdog import Watchdog
+
+if TYPE_CHECKING:
+    from dcpcomm.combine.fused import FusedCall
 
 __all__ = ["Channel"]
 
@@ -56,6 +60,7 @@ class Channel:
         self._group, self._shape, self._watchdog = group, shape, watchdog
         self._decision, self._transports = decision, transports
         self._engine, self._device, self._on_gpu = engine, device, topology.on_gpu(device)
+        self._blame = Blame(group, watchdog, index, self._on_gpu)
         self._carriers: dict[int, MergeTransport] = {}  # by B
         self._polls = [transport.poll for transport in transports.values()]
         self._heads = shape.result_rows(group.size, group.size)[1]
@@ -65,6 +70,7 @@ class Channel:
         self._told: Failure | None = None
         self._device_before: int | None = None
         self._calls: dict[tuple[Any, ...], tuple[PackedCall, WireViews, WireViews]] = {}
+        self._fused_calls: dict[tuple[Any, ...], FusedCall] = {}
         self._calls_elsewhere: dict[tuple[Any, ...], tuple[PackedCall, WireViews, WireViews]] = {}
 
     def enter(self) -> int:
@@ -119,7 +125,7 @@ class Channel:
                 text = f"rank {self._group.rank}: channel {self.index}: {error}. Last heard: {last}"
                 self._group.control.note("raised", text)
                 call = self._watchdog.own_call(self.index)
-                mismatch = self._met_in_other_calls(error.ranks, call) if call is not None else None
+                mismatch = self._blame.other_call(error.ranks, call) if call is not None else None
                 self._break(mismatch or TransportTimeout(text, error.ranks))
             except CallMismatch as error:  # it is `broken` now
                 self._group.control.note("raised", str(error))
@@ -165,7 +171,7 @@ class Channel:
         """
         if not self._transports or tokens == 0:
             return  # of no rows, the peers send none either
-        self._group.control.note(self._cancel_key(ordinal), f"{type(error).__name__}: {error}")
+        self._group.control.note(self._blame.cancel_key(ordinal), f"{type(error).__name__}: {error}")
         transport = self._transports[self._decision.transport_for(tokens)]
         if self._send is None or not type(transport).needs_workspace():
             return  # they find the note when their deadline passes
@@ -182,13 +188,17 @@ class Channel:
 
     def _call_off(self, transport: MergeTransport, tokens: int, width: int) -> None:
         """On a GPU messages have the length that the peers await: blocks of `tokens` rows, of which the headers alone
-        are written. Nothing waits for the peers.
+        are written, or none in one launch. The host doesn't wait for the peers.
         """
         most = self._shape.tokens_per_exchange(self._group.size)
-        for begin in range(0, tokens, most):
+        for chunk, begin in enumerate(range(0, tokens, most)):
             part = min(most, tokens - begin)
             t = self._shape.result_rows(part, self._group.size)[0]
             layout = Layout(tokens, t, width, (self._shape.num_heads * width, width, 1), (1, 1), torch.float32)
+            if transport.fused is not None:
+                header = Header(ordinal=0, tag=0, tokens=tokens, chunk=chunk, width=width, kind=KIND_CANCELLED)
+                self._fused_call(transport, layout).call_off(header)
+                continue
             call, send, recv = self._call(transport, layout, None)
             call.call_off(Header(ordinal=0, tag=0, tokens=0, chunk=0, width=0, kind=KIND_CANCELLED))
             transport.exchange(send.blocks, self.index, recv=recv.blocks)
@@ -217,6 +227,8 @@ class Channel:
             transport = self._carriers[header.tokens] = self._transports[self._decision.transport_for(header.tokens)]
         self._watchdog.begin(self.index, header)
         try:
+            if transport.fused is not None:
+                return self._in_one_launch(transport, partials, start, t, header, out, want_lse)
             if transport.fused_merge is not None:
                 merged, merged_lse = self._fused(transport, partials, start, t)
                 return merged if out is None else out.copy_(merged), merged_lse if want_lse else None
@@ -226,7 +238,7 @@ class Channel:
                 return self._combine(rows.transpose(0, 1), lses.transpose(0, 1), out, want_lse)
             return self._packed(transport, partials, start, t, header, out, want_lse)
         except TransportTimeout as error:
-            raise self._break(self._timed_out(transport, error, header)) from error
+            raise self._break(self._blame.timeout(transport.name, error, header)) from error
         except CallMismatch:
             raise
         except Exception as error:
@@ -262,6 +274,31 @@ class Channel:
         if not call.combine(partials, start, header, out, out_lse):
             self._refuse(recv.words, header)
         return out, out_lse
+
+    def _in_one_launch(
+        self,
+        transport: MergeTransport,
+        partials: Partials,
+        start: int,
+        t: int,
+        header: Header,
+        out: torch.Tensor | None,
+        want_lse: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        out, out_lse = self._room(out, t, header.width, want_lse)
+        layout = (header.tokens, t, header.width, partials.out.stride(), partials.lse.stride(), partials.lse.dtype)
+        self._fused_call(transport, layout).merge(partials, start, header, out, out_lse)
+        return out, out_lse
+
+    def _fused_call(self, transport: MergeTransport, layout: tuple[Any, ...]) -> FusedCall:
+        """What merges calls of this layout in one launch."""
+        key = transport.name, layout
+        found = self._fused_calls.get(key)
+        if found is None:
+            if len(self._fused_calls) >= _CALLS_KEPT:
+                self._fused_calls.clear()
+            found = self._fused_calls[key] = transport.fused.call(self._engine, self.index, Layout(*layout))
+        return found
 
     def _combine(
         self, rows: torch.Tensor, lses: torch.Tensor, out: torch.Tensor | None, want_lse: bool
@@ -325,73 +362,9 @@ class Channel:
         return wire_views(self._send, self._recv, n, t, h, width, dtype, ragged)
 
     def _refuse(self, words: np.ndarray, mine: Header) -> None:
-        """Raise for headers that aren't this rank's; break the channel unless the peers merely called this very call
-        off.
-        """
-        rank = self._group.rank
-        cancelled: list[str] = []
-        other: list[str] = []
-        for source in range(self._group.size):
-            theirs = Header.from_words(words[source])
-            if theirs == mine or source == rank:
-                continue
-            if theirs.kind == KIND_CANCELLED:
-                reason = self._group.control.read_note(source, self._cancel_key(theirs.ordinal))
-                said = (
-                    f"rank {source} raised in call {theirs.ordinal} instead of sending its rows: "
-                    f"{reason or 'reason not known'}"
-                )
-                (cancelled if theirs.ordinal == mine.ordinal else other).append(said)
-            else:
-                other.append(f"rank {source} came with {theirs}")
-        if other:
-            raise self._break(
-                CallMismatch(
-                    f"rank {rank}: ranks met in different calls on channel {self.index}: rank {rank} came with {mine}; "
-                    f"{'; '.join(other + cancelled)}. Nothing was merged. Did a rank skip a merge, or was B different "
-                    "there?"
-                )
-            )
-        raise CallMismatch(
-            f"rank {rank}: {mine} on channel {self.index} was called off: {'; '.join(cancelled)}. Nothing was merged; "
-            "the next call may follow"
-        )
-
-    def _timed_out(self, transport: MergeTransport, error: TransportTimeout, call: Header) -> DCPCommError:
-        rank = self._group.rank
-        self._group.control.note("raised", f"raised in {call} on channel {self.index}: {error}")
-        for late in error.ranks:
-            reason = self._group.control.read_note(late, self._cancel_key(call.ordinal))
-            if reason and not self._on_gpu:  # over a transport that could not tell us sooner
-                return CallMismatch(
-                    f"rank {rank}: {call} on channel {self.index} was called off: rank {late} raised in call "
-                    f"{call.ordinal} instead of sending its rows: {reason}. Nothing was merged"
-                )
-        return self._met_in_other_calls(error.ranks, call) or TransportTimeout(
-            f"rank {rank}: {call} on channel {self.index} over {transport.name!r}: {error}. Last heard: "
-            f"{self._watchdog.last_words(error.ranks)}",
-            error.ranks,
-        )
-
-    def _met_in_other_calls(self, others: tuple[int, ...], call: Header) -> CallMismatch | None:
-        """With another B a rank may wait over another transport, or in a library that wants equal sizes: its header is
-        never met.
-        """
-        for late in others:
-            theirs = self._watchdog.call_of(late, self.index)
-            if theirs is not None and theirs.ordinal == call.ordinal and theirs != call:
-                return CallMismatch(
-                    f"rank {self._group.rank}: ranks waited in different calls on channel {self.index}: rank "
-                    f"{self._group.rank} in {call}; rank {late} in {theirs}. Nothing was merged"
-                )
-        return None
-
-    def _cancel_key(self, ordinal: int) -> str:
-        """Where the reason is noted. Ordinals begin again with a reset, so the generation is in it. A GPU counts by
-        itself, replays too: there it is the last reason.
-        """
-        which = "last" if self._on_gpu else ordinal
-        return f"cancel/{self._group.generation}/{self.index}/{which}"
+        """Raise for headers that aren't this rank's."""
+        error, breaks = self._blame.mismatch(words, mine)
+        raise self._break(error) if breaks else error
 
     def _break(self, error: DCPCommError) -> DCPCommError:
         self.broken = error

@@ -26,6 +26,7 @@ class Group:
         timeout_s: how long a rank waits for the others where all of them must come (construct, reset, gather).
         exchange_timeout_s: how long an exchange may wait for a peer; None where it waits on and the watchdog only says
             so.
+        max_sms: how many multiprocessors of its GPU this rank's waiting kernels may occupy; None: half of them.
         generation: how many transports were connected so far: what one of them left behind must not meet the next.
         device: where the rows are.
         loopback: this rank's `LoopbackRank`, where the ranks are threads of one process; else None.
@@ -49,6 +50,7 @@ class Group:
         self.roster: list[str] = []
         self.timeout_s = 120.0
         self.exchange_timeout_s: float | None = 120.0
+        self.max_sms: int | None = None
         self.generation = 0
         self.device = torch.device("cpu")
         self._store = store

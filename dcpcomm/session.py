@@ -55,6 +55,7 @@ class Session:
         watchdog = self.config.watchdog
         self.group.timeout_s = watchdog.timeout_s
         self.group.exchange_timeout_s = watchdog.timeout_s if watchdog.action == "raise" else None
+        self.group.max_sms = None if self.config.max_sms == "auto" else self.config.max_sms
         self._workspace = Workspace(shape, self.group.size, self.device)
         with self.group.control.beating(), topology.on_device(self.device):
             self.decision, self.transports = select(self.group, shape, self.config, self.device, self._workspace)

@@ -236,6 +236,8 @@ class MergeTransport(ABC):
     #: `fused_merge(partial_out [B,H,D], partial_lse [B,H] float32, channel) -> (out, lse float32)`, and is then never
     #: asked to `exchange`. Rows to leave out come with LSE -inf and may hold anything.
     fused_merge: Any = None
+    #: The framework's fused kernel over this transport's memory, where that is what merges.
+    fused: Any = None
     #: Whether `fused_merge` itself takes NaN and +inf in an LSE for -inf, and any strides of it.
     cleans: bool = False
 
@@ -279,10 +281,12 @@ class PeerBuffers:
     Args:
         own: uint8 `[nbytes]`, this rank's.
         peers: by group rank, the same region of each rank as this rank addresses it; `peers[rank]` is `own`.
+        sharing: ranks of the group on this rank's GPU, itself included: their waiting kernels must fit there together.
     """
 
     own: torch.Tensor
     peers: list[torch.Tensor]
+    sharing: int = 1
 
 
 class PeerMemoryTransport(MergeTransport):
@@ -319,7 +323,12 @@ class PeerMemoryTransport(MergeTransport):
         kernels = kernels_for(buffers.own.device, self.shape.dtype, self.group.size)
         if kernels is None:
             raise TransportUnavailable("the CUDA kernels that put the rows can't be compiled here; the log says why")
-        self._engine = DevicePut(self.group, self.shape, buffers, kernels)
+        if getattr(self.options, "kernel", "put") == "fused":
+            from dcpcomm.combine.fused import FusedPeer
+
+            self.fused = self._engine = FusedPeer(self.group, self.shape, buffers, kernels, self.options)
+        else:
+            self._engine = DevicePut(self.group, self.shape, buffers, kernels)
 
     def exchange(self, send: Any, channel: int, recv: torch.Tensor | None = None) -> Any:
         return self._engine.exchange(send, channel, recv)
@@ -333,8 +342,11 @@ class PeerMemoryTransport(MergeTransport):
     @classmethod
     def device_bytes(cls, shape: MergeShape, world_size: int, options: Any) -> int:
         from dcpcomm.combine.device_put import slots_bytes
+        from dcpcomm.combine.fused import fused_bytes
 
-        return slots_bytes(shape, world_size)
+        # The same on CPU, where nothing is fused: a merger's memory doesn't depend on where it is.
+        fused = getattr(options, "kernel", "put") == "fused"
+        return max(slots_bytes(shape, world_size), fused_bytes(shape, world_size) if fused else 0)
 
 
 def _names(values: tuple[Any, ...]) -> str:

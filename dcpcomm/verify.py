@@ -83,7 +83,7 @@ def verify_transport(
     started = time.monotonic()
     ok, reason = False, ""
     try:
-        if transport.fused_merge is not None:
+        if transport.fused_merge is not None or transport.fused is not None:
             _check_merges(transport, group, shape, load, workspace.device)
         else:
             _check_rows(transport, group, shape, load, config.deadline_s, workspace)
@@ -334,4 +334,6 @@ def _check_merges(transport: MergeTransport, group: Group, shape: MergeShape, lo
 
 
 def _fused(transport: MergeTransport, channel: int, out: torch.Tensor, lse: torch.Tensor) -> Any:
+    if transport.fused is not None:
+        return transport.fused.merge_once(out, lse, channel)
     return transport.fused_merge(out, lse, channel)

@@ -8,12 +8,14 @@ import ctypes
 import re
 import shutil
 import subprocess
+import threading
+import zlib
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from dcpcomm.combine.kernels import MOST_TEMPLATED_RANKS, UNITS, Kernels, defines_for
+from dcpcomm.combine.kernels import MOST_TEMPLATED_RANKS, UNITS, FusedKernels, Kernels, defines_for
 from dcpcomm.combine.nvrtc import sources_of
 
 COMPILER = shutil.which("g++")
@@ -21,15 +23,32 @@ _HEADER = Path(__file__).with_name("emulation.h")
 #: Defined in emulation.h, because the kernels say them in PTX.
 _IN_PTX = (
     "load_acquire", "load_relaxed", "store_release", "store_relaxed", "nanoseconds", "from_float16", "to_bfloat16",
-    "to_float16",
+    "to_float16", "load_relaxed_u32", "load_words", "store_words", "pause", "wait_for_grid_before",
+    "let_next_grid_begin",
 )  # fmt: skip
+_BEHIND = """
+static inline Vector load_words(u64 at) {
+    stir();
+    Vector v;
+    for (int i = 0; i < 4; i++) v.word[i] = ((volatile u32 *)at)[i];
+    return v;
+}
+static inline void store_words(u64 at, const Vector &v) {
+    stir();
+    for (int i = 0; i < 4; i++) store_late(at + 4 * i, v.word[i], 4);
+}
+"""
 _LOAD_IF = "    if (wanted) v = load_vector(at);\n"
 _ENTRIES = {
     "pack.cu": ([f"pack_{unit}" for unit in UNITS], "PackParams"),
     "combine.cu": (["combine_1", "combine_16"], "CombineParams"),
     "scale.cu": (["scale_1", "scale_16"], "ScaleParams"),
     "put.cu": (["put"], "PutParams"),
+    "fused.cu": (["fused_16", "fused_1"], "FusedParams"),
 }
+#: Whose blocks wait for other ranks', and so must all be there at once.
+_TOGETHER = ("fused.cu",)
+_AT_ONCE = tuple(name for name in _ENTRIES if name not in _TOGETHER)
 
 
 def host_source(name: str | Path, entries: list[tuple[str, str]] | None = None) -> str:
@@ -46,16 +65,20 @@ def host_source(name: str | Path, entries: list[tuple[str, str]] | None = None) 
 
     text = inline(sources.pop(name)).replace("#pragma once\n", "").replace("#pragma unroll\n", "")
     for function in _IN_PTX:
-        text = re.sub(rf"__device__ __forceinline__ \w+ {function}\([^{{]*{{.*?\n}}\n", "", text, flags=re.DOTALL)
+        text = re.sub(
+            rf"__device__ __forceinline__ \w+ {function}\([^{{]*{{.*?(?:\n}}|; }})\n", "", text, flags=re.DOTALL
+        )
     text = re.sub(r"    asm volatile\(.*?\"memory\"\);\n", _LOAD_IF, text, flags=re.DOTALL)
     assert "asm" not in text
     if entries is None:
         names, struct = _ENTRIES[name]
         entries = [(one, struct) for one in names] + ([("take", "TakeParams")] if name == "put.cu" else [])
+    text += _BEHIND
+    how = f"gx, gy, bx, by, {str(name in _TOGETHER).lower()}"
     for one, params in entries:
         text += (
             f'extern "C" void run_{one}(const void *p, unsigned gx, unsigned gy, unsigned bx, unsigned by) {{\n'
-            f"    run_grid([](const void *at) {{ {one}(*(const {params} *)at); }}, p, gx, gy, bx, by);\n}}\n"
+            f"    run_grid([](const void *at) {{ {one}(*(const {params} *)at); }}, p, {how});\n}}\n"
         )
     return f'#include "{_HEADER}"\n{text}'
 
@@ -78,7 +101,9 @@ class EmulatedKernels(Kernels):
 
     Args:
         folder: keeps what was compiled.
-        files: which to compile, where a test launches few of them.
+        files: which to compile at once, where a test launches few of them; fused.cu is when it is asked for.
+        geometry: compile fused.cu for each geometry, as on a GPU, and not for all.
+        planted: a text of fused.cu and what to put in its place: a mistake that a check must find.
     """
 
     def __init__(
@@ -88,13 +113,18 @@ class EmulatedKernels(Kernels):
         folder: Path,
         *,
         generic: bool = False,
-        files: tuple[str, ...] = tuple(_ENTRIES),
+        files: tuple[str, ...] = _AT_ONCE,
+        geometry: bool = False,
+        planted: tuple[str, str] | None = None,
     ) -> None:
         self.device, self.dtype, self.world_size = torch.device("cpu"), dtype, world_size
-        self._processors, self._most_blocks, self._folder = 4, 16, folder
-        ranks = MOST_TEMPLATED_RANKS + 1 if generic else world_size
+        self.processors, self._most_blocks, self._folder = 4, 16, folder
+        self._ranks = ranks = MOST_TEMPLATED_RANKS + 1 if generic else world_size
+        self.geometry, self._planted = geometry, planted
+        self._fused: dict[tuple[int, int, bool], FusedKernels] = {}
+        self._one_at_a_time = threading.Lock()
         libraries = {name: self._library(name, ranks) for name in files}
-        entries = [(file, name) for file, (names, _) in _ENTRIES.items() for name in names] + [("put.cu", "take")]
+        entries = [(file, name) for file in _AT_ONCE for name in _ENTRIES[file][0]] + [("put.cu", "take")]
         self._functions: list[Any] = [
             libraries[file][f"run_{name}"] if file in libraries else None for file, name in entries
         ]
@@ -102,15 +132,40 @@ class EmulatedKernels(Kernels):
         self._combine, self._scale = (4, 5), (6, 7)
         self._put, self._take = 8, 9
 
-    def _library(self, name: str, ranks: int) -> ctypes.CDLL:
-        defines = defines_for(name, self.dtype, ranks)
+    def _library(self, name: str, ranks: int, **more: int) -> ctypes.CDLL:
+        defines = defines_for(name, self.dtype, ranks) | more
         mine = "-".join(str(value) for key, value in defines.items() if not key.endswith("_BYTES"))
+        text = host_source(name)
+        if self._planted is not None and name == "fused.cu":
+            assert text.count(self._planted[0]) == 1, f"{self._planted[0]} isn't once in fused.cu"
+            text = text.replace(*self._planted)
+            mine += f"-{zlib.crc32(text.encode()):x}"
         file = self._folder / f"{name}-{mine}.so"
         if not file.exists():
-            compile_for_host(host_source(name), defines, file)
+            compile_for_host(text, defines, file)
         return ctypes.CDLL(str(file))
 
-    def _bind(self, function: int, name: str, grid: tuple[int, int, int, int], params: ctypes.Structure) -> Any:
+    def fused(self, vectors: int, heads: int, *, strict: bool = False) -> FusedKernels:
+        """In blocks of few threads, of which all must be there at once."""
+        more = {"KERNEL_STRICT": int(strict)}
+        if self.geometry:
+            more |= {"KERNEL_VECTORS": vectors, "KERNEL_HEADS": heads}
+        key = vectors, heads, strict
+        with self._one_at_a_time:
+            if key not in self._fused:
+                library = self._library("fused.cu", self._ranks, **more)
+                self._functions += [library["run_fused_1"], library["run_fused_16"]]
+                last = len(self._functions) - 1
+                self._fused[key] = FusedKernels((last - 1, last), ({32: 2}, {32: 2}))
+            return self._fused[key]
+
+    @property
+    def programmatic(self) -> bool:
+        return False
+
+    def _bind(
+        self, function: int, name: str, grid: tuple[int, int, int, int], params: ctypes.Structure, *_: bool
+    ) -> Any:
         def launch(stream: int) -> None:
             self._functions[function](ctypes.byref(params), *grid)
 

@@ -9,15 +9,8 @@ from typing import Any
 import torch
 
 from dcpcomm.combine.engine import by_destination
-from dcpcomm.combine.params import (
-    ChannelState,
-    PutParams,
-    TakeParams,
-    combine_params,
-    counts_of,
-    pack_params,
-    record_words,
-)
+from dcpcomm.combine.params import combine_params, counts_of, pack_params, record_words
+from dcpcomm.combine.structs import ChannelState, PutParams, TakeParams
 from dcpcomm.rows import RowCounts
 from tests.kernel_rig import DTYPES, POISON, Blocks, Findings, Rig, any_lse, header_for, layouts
 from tests.oracle import Case, judge

@@ -13,7 +13,7 @@ import torch
 
 from dcpcomm.bench import kernels, limits
 from dcpcomm.bench.rivals import four_launch_put
-from dcpcomm.combine.params import Divisor
+from dcpcomm.combine.structs import Divisor
 
 with_nvrtc = pytest.mark.skipif(
     importlib.util.find_spec("cupy_backends") is None, reason="CuPy is not installed: pip install 'dcpcomm[cu12]'"

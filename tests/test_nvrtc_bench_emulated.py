@@ -11,7 +11,7 @@ import torch
 from dcpcomm.bench.checked import count_wrong
 from dcpcomm.bench.kernels import FOLDER
 from dcpcomm.bench.rivals.four_launch_put import Memory, defines
-from dcpcomm.combine.params import struct_sizes
+from dcpcomm.combine.structs import struct_sizes
 from dcpcomm.reference import merge_partials
 from dcpcomm.transport import MergeShape
 from tests.emulated import COMPILER, compile_for_host, host_source

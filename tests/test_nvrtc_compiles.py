@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from dcpcomm.combine import kernels, nvrtc, params
+from dcpcomm.combine import kernels, nvrtc, params, structs
 from dcpcomm.combine.wire import Header
 from dcpcomm.errors import DCPCommError
 
@@ -26,6 +26,7 @@ NAMES = {
     "combine.cu": ["combine_16", "combine_1"],
     "scale.cu": ["scale_16", "scale_1"],
     "put.cu": ["put", "take"],
+    "fused.cu": ["fused_16", "fused_1"],
 }
 FILES = [("put.cu", torch.float32, 2), ("pack.cu", torch.bfloat16, 2), ("pack.cu", torch.float32, 2)]
 #: N by architecture: all of it once, samples elsewhere.
@@ -66,7 +67,8 @@ def test_every_kernel_compiles_without_spilling(
     monkeypatch.setattr(nvrtc, "_compile", with_log)
     ranks = RANKS.get(capability, (2, 17))
     by_ranks = itertools.product(("combine.cu", "scale.cu"), kernels._DTYPES, ranks)
-    for name, dtype, n in [*FILES, *by_ranks]:
+    fused = [("fused.cu", torch.bfloat16, n) for n in ranks if n > 1] + [("fused.cu", torch.float32, 2)]
+    for name, dtype, n in [*FILES, *by_ranks, *fused]:
         binary = build(name, dtype, n, capability)
         assert binary.image.startswith(b"\x7fELF")
         assert binary.target == f"sm_{capability[0]}{capability[1]}"
@@ -133,9 +135,10 @@ def test_without_cupy_the_error_says_what_to_install(monkeypatch: pytest.MonkeyP
 # ---------------------------------------------------------------- structs
 
 _C_TYPES = {"u64": ctypes.c_uint64, "i64": ctypes.c_int64, "u32": ctypes.c_uint32, "i32": ctypes.c_int32}
-_C_TYPES |= {"Counts": params.Counts, "Divisor": params.Divisor}
+_C_TYPES |= {"Counts": structs.Counts, "Divisor": structs.Divisor}
 STRUCTS = [
     "Divisor", "Counts", "PackParams", "CombineParams", "ScaleParams", "ChannelState", "PutParams", "TakeParams",
+    "FusedParams",
 ]  # fmt: skip
 
 
@@ -144,8 +147,9 @@ def test_each_struct_is_mirrored_field_by_field(name: str) -> None:
     text = re.sub(r"//.*", "", nvrtc.sources_of("pack.cu")["params.cuh"])
     body = re.search(rf"struct {name} \{{(.*?)\}};", text, re.DOTALL)
     assert body is not None
-    declared = [(field, _C_TYPES[kind]) for kind, field in re.findall(r"(\w+) (\w+);", body[1])]
-    assert declared == [(field[0], field[1]) for field in getattr(params, name)._fields_]
+    fields = re.findall(r"(\w+) (\w+)(?:\[(\d+)\])?;", body[1])
+    declared = [(field, _C_TYPES[kind] * int(many) if many else _C_TYPES[kind]) for kind, field, many in fields]
+    assert declared == [(field[0], field[1]) for field in getattr(structs, name)._fields_]
 
 
 # ---------------------------------------------------------------- arithmetic of the host's side
@@ -206,9 +210,9 @@ def test_a_float32_at_an_odd_address_is_loaded_by_halves() -> None:
                                 Header(0, 0, 1, 0, 128), 64)  # fmt: skip
     filled.rows += 2
     assert params.pack_unit(filled, 4) == 2
-    assert params._lse_kind(lse, lse.data_ptr(), 4) == 0
-    assert params._lse_kind(lse, lse.data_ptr() + 2, 4) == 3
-    assert params._lse_kind(lse.bfloat16(), lse.data_ptr() + 2, 2) == 1
+    assert params.lse_kind(lse, lse.data_ptr(), 4) == 0
+    assert params.lse_kind(lse, lse.data_ptr() + 2, 4) == 3
+    assert params.lse_kind(lse.bfloat16(), lse.data_ptr() + 2, 2) == 1
 
 
 def test_combine_goes_by_vectors_unless_wire_or_result_is_odd() -> None:
@@ -216,7 +220,7 @@ def test_combine_goes_by_vectors_unless_wire_or_result_is_odd() -> None:
     odd = torch.zeros(3, 2, 65, dtype=torch.bfloat16)[..., :64]
     aligned = torch.zeros(3, 2, 64, dtype=torch.bfloat16)
 
-    def filled(rows: torch.Tensor, out: torch.Tensor, own: torch.Tensor) -> params.CombineParams:
+    def filled(rows: torch.Tensor, out: torch.Tensor, own: torch.Tensor) -> structs.CombineParams:
         return params.combine_params(rows, lse, out, None, "e", own=1, own_rows=own, own_lse=lse[1])
 
     assert params.vectorised(filled(rows, aligned, aligned))

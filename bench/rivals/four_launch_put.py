@@ -12,7 +12,8 @@ from dcpcomm.bench.peers import Peers
 from dcpcomm.bench.ranks import Ranks
 from dcpcomm.bench.rivals.rival import Rival
 from dcpcomm.combine.driver import Launch
-from dcpcomm.combine.params import Divisor, divisor
+from dcpcomm.combine.params import divisor
+from dcpcomm.combine.structs import Divisor
 from dcpcomm.errors import DCPCommError, ShapeError
 from dcpcomm.transport import MergeShape
 from dcpcomm.workspace import aligned

@@ -12,7 +12,8 @@ from dcpcomm.combine.engine import Layout, PackedCall, Partials
 from dcpcomm.combine.gpu import GpuEngine
 from dcpcomm.combine.kernels import Kernels
 from dcpcomm.combine.nvrtc import KernelsUnavailable
-from dcpcomm.combine.params import CombineParams, PackParams, combine_params, counts_of, pack_params
+from dcpcomm.combine.params import combine_params, counts_of, pack_params
+from dcpcomm.combine.structs import CombineParams, PackParams
 from dcpcomm.combine.wire import Header, WireViews
 from dcpcomm.log import log
 from dcpcomm.transport import MergeShape

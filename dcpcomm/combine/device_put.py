@@ -13,13 +13,13 @@ import torch
 from dcpcomm import topology
 from dcpcomm.combine.driver import Launch
 from dcpcomm.combine.kernels import Kernels
-from dcpcomm.combine.params import ChannelState, PutParams, TakeParams
+from dcpcomm.combine.structs import ChannelState, PutParams, TakeParams
 from dcpcomm.errors import TransportTimeout
 from dcpcomm.group import Group
 from dcpcomm.transport import MergeShape, PeerBuffers
 from dcpcomm.workspace import ALIGNMENT, aligned, block_capacity
 
-__all__ = ["DevicePut", "slots_bytes"]
+__all__ = ["Absences", "DevicePut", "slots_bytes"]
 
 _SLOTS = 2
 _LAUNCHES_KEPT = 256
@@ -39,6 +39,38 @@ def _private_bytes(world_size: int) -> int:
     return aligned(ctypes.sizeof(ChannelState)) + aligned(8 * world_size)
 
 
+class Absences:
+    """What kernels note of ranks that didn't come, in pinned memory: read without asking the GPU."""
+
+    def __init__(self, group: Group, channels: int) -> None:
+        self._group = group
+        with torch.inference_mode(False):
+            # int64 [channels, 2 + N]: state, epoch, 1 for each rank that is missing
+            self._records = torch.zeros((channels, 2 + group.size), dtype=torch.int64).pin_memory()
+        self._words = self._records.numpy()
+        self._states = [memoryview(words) for words in self._words]  # a read is half of numpy's
+
+    def address(self, channel: int) -> int:
+        """For the kernels."""
+        return int(self._records[channel].data_ptr())
+
+    def check(self, channel: int) -> None:
+        """Raise what was noted."""
+        if not self._states[channel][0]:
+            return
+        missing = tuple(int(rank) for rank in self._words[channel, 2:].nonzero()[0])
+        if not missing:
+            peers = tuple(self._group.peers)
+            raise TransportTimeout("a peer has given this channel up, having waited too long", peers)
+        text = f"rank {', '.join(map(str, missing))} did not arrive in time in exchange {self._words[channel, 1]}"
+        raise TransportTimeout(text, missing)
+
+    @property
+    def any(self) -> bool:
+        """Whether there is something, on any channel."""
+        return bool(self._words[:, 0].any())
+
+
 class DevicePut:
     """The exchange of a peer-memory transport, by kernels."""
 
@@ -48,8 +80,6 @@ class DevicePut:
         self._channel_bytes = _channel_bytes(shape, n)
         private = shape.channels * self._channel_bytes
         with torch.inference_mode(False):
-            # int64 [channels, 2 + N]: written by `take`, read by the host whenever it likes
-            self._records = torch.zeros((shape.channels, 2 + n), dtype=torch.int64).pin_memory()
             step, state_bytes = _private_bytes(n), aligned(ctypes.sizeof(ChannelState))
             self._states = [buffers.own.data_ptr() + private + channel * step for channel in range(shape.channels)]
             for channel in range(shape.channels):
@@ -58,7 +88,8 @@ class DevicePut:
                 buffers.own[at : at + 8 * n].copy_(torch.tensor(addresses, dtype=torch.int64).view(torch.uint8))
         # Zeroes and addresses are there before a peer or a kernel looks.
         torch.cuda.current_stream(buffers.own.device).synchronize()
-        self._words, self._state_bytes, self._buffers = self._records.numpy(), state_bytes, buffers
+        self._absences = Absences(group, shape.channels)
+        self._state_bytes, self._buffers = state_bytes, buffers
         self._launches: dict[tuple[int, ...], tuple[Launch, Launch, TakeParams]] = {}
 
     def exchange(self, send: torch.Tensor, channel: int, recv: torch.Tensor) -> torch.Tensor:
@@ -82,18 +113,12 @@ class DevicePut:
 
     def check(self, channel: int) -> None:
         """Raise what the kernels have noted; no wait for the device."""
-        if not self._words[channel, 0]:
-            return
-        missing = tuple(int(rank) for rank in self._words[channel, 2:].nonzero()[0])
-        if not missing:
-            raise TransportTimeout("a peer has given this channel up, having waited too long", tuple(self._group.peers))
-        text = f"rank {', '.join(map(str, missing))} did not arrive in time in exchange {self._words[channel, 1]}"
-        raise TransportTimeout(text, missing)
+        self._absences.check(channel)
 
     @property
     def given_up(self) -> bool:
         """Whether an exchange did not end in time: a peer may still store to this rank's memory."""
-        return bool(self._words[:, 0].any())
+        return self._absences.any
 
     def _bound(self, send: torch.Tensor, channel: int, recv: torch.Tensor) -> tuple[Launch, Launch, TakeParams]:
         n, rows, width = send.shape
@@ -106,7 +131,7 @@ class DevicePut:
             slot_bytes = n * self._capacity
             flags, poison = _SLOTS * slot_bytes, _SLOTS * (slot_bytes + n * ALIGNMENT)
             state = self._states[channel]
-            where = {"peers": state + self._state_bytes, "state": state, "record": self._records[channel].data_ptr()}
+            where = {"peers": state + self._state_bytes, "state": state, "record": self._absences.address(channel)}
             layout = {
                 "slot_stride": slot_bytes, "block_capacity": self._capacity,
                 "flags_offset": flags, "poison_offset": poison, "ranks": n, "rank": rank,

@@ -35,6 +35,9 @@ def _driver() -> ctypes.CDLL:
     library.cuDeviceGet.argtypes = [ctypes.POINTER(_Int), _Int]
     library.cuDevicePrimaryCtxRetain.argtypes = [ctypes.POINTER(_Address), _Int]
     library.cuDevicePrimaryCtxRelease_v2.argtypes = [_Int]
+    library.cuOccupancyMaxActiveBlocksPerMultiprocessor.argtypes = [
+        ctypes.POINTER(_Int), _Address, _Int, ctypes.c_size_t,
+    ]  # fmt: skip
     text = ctypes.POINTER(ctypes.c_char_p)
     library.cuGetErrorName.argtypes = library.cuGetErrorString.argtypes = [_Int, text]
     return library
@@ -95,6 +98,14 @@ class Module:
             _check(status, f"cuModuleGetFunction of {name}")
         assert function.value is not None
         return function.value
+
+    def resident_blocks(self, function: int, threads: int) -> int:
+        """Blocks of `threads` threads that one multiprocessor holds at once."""
+        blocks = _Int()
+        with self._context:
+            status = _driver().cuOccupancyMaxActiveBlocksPerMultiprocessor(ctypes.byref(blocks), function, threads, 0)
+            _check(status, "cuOccupancyMaxActiveBlocksPerMultiprocessor")
+        return blocks.value
 
     def unload(self) -> None:
         """Safe twice. No launch of its kernels, captured ones included, may be left."""

@@ -1,4 +1,4 @@
-"""Pack, combine, scale, put and take on a GPU: which variant, which grid, and the launch.
+"""Pack, combine, scale, put, take and the fused kernel on a GPU: which variant, which grid, and the launch.
 
     kernels = Kernels(device, torch.bfloat16, world_size)
     kernels.warm()                                                      # before the first capture
@@ -11,29 +11,37 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import threading
+from typing import NamedTuple
 
 import torch
 
 from dcpcomm.combine.driver import Context, Launch, Module
 from dcpcomm.combine.nvrtc import Binary, compile_kernels
-from dcpcomm.combine.params import (
+from dcpcomm.combine.params import WireAt, combine_params, pack_params, pack_unit, vectorised
+from dcpcomm.combine.scale import scale_params
+from dcpcomm.combine.structs import (
     ChannelState,
     CombineParams,
+    FusedParams,
     PackParams,
     PutParams,
     ScaleParams,
     TakeParams,
-    WireAt,
-    combine_params,
-    pack_params,
-    pack_unit,
     struct_sizes,
-    vectorised,
 )
-from dcpcomm.combine.scale import scale_params
 from dcpcomm.combine.wire import KIND_CANCELLED, Header, row_bytes
 
-__all__ = ["MOST_TEMPLATED_RANKS", "Kernels", "defines_for", "put_grid", "take_grid", "tile"]
+__all__ = [
+    "MOST_TEMPLATED_RANKS",
+    "FusedKernels",
+    "Kernels",
+    "defines_for",
+    "fused_threads",
+    "put_grid",
+    "take_grid",
+    "tile",
+]
 
 MOST_TEMPLATED_RANKS = 16
 UNITS = (16, 8, 4, 2)
@@ -50,9 +58,11 @@ def defines_for(name: str, dtype: torch.dtype, world_size: int) -> dict[str, int
     defines = struct_sizes()
     if name == "pack.cu":
         defines["KERNEL_ITEM"] = dtype.itemsize
-    if name in ("combine.cu", "scale.cu"):
+    if name in ("combine.cu", "scale.cu", "fused.cu"):
         defines["KERNEL_DTYPE"] = _DTYPES[dtype]
         defines["KERNEL_RANKS"] = world_size if world_size <= MOST_TEMPLATED_RANKS else 0
+    if name == "fused.cu":
+        defines |= dict.fromkeys(("KERNEL_VECTORS", "KERNEL_HEADS", "KERNEL_STRICT", "KERNEL_EARLY"), 0)
     return defines
 
 
@@ -68,6 +78,11 @@ def tile(columns: int, rows: int, most_blocks: int) -> tuple[int, int, int, int]
     return max(1, min(down, most_blocks // across)), across, wide, tall
 
 
+def fused_threads(ranks: int) -> tuple[int, ...]:
+    """Threads that a block of the fused kernel may have: fewer where what waits for many ranks takes many registers."""
+    return (32, 64, 128, 256) if 8 < ranks <= MOST_TEMPLATED_RANKS else (32, 64, 128, 256, 512)
+
+
 def put_grid(nbytes: int, peers: int, processors: int) -> tuple[int, int, int, int]:
     """For `nbytes` to each of `peers`: as `tile`, a peer to each grid y."""
     blocks = -(-nbytes // (16 * _PUT_THREADS))
@@ -80,6 +95,18 @@ def take_grid(nbytes: int, world_size: int) -> tuple[int, int, int, int]:
     return max(1, min(blocks, _MOST_TAKE_BLOCKS)), 1, _TAKE_THREADS, 1
 
 
+class FusedKernels(NamedTuple):
+    """fused.cu, compiled for one geometry; both by whether they move 16 bytes at a time.
+
+    Attributes:
+        functions: the kernels.
+        resident: blocks that a multiprocessor holds at once, by threads of a block.
+    """
+
+    functions: tuple[int, int]
+    resident: tuple[dict[int, int], dict[int, int]]
+
+
 class Kernels:
     """The kernels of one device, dtype and group size, compiled and loaded.
 
@@ -87,7 +114,7 @@ class Kernels:
         device: a CUDA device.
         dtype: of the partials.
         world_size: N.
-        generic: take the combine for any N also where there is one for this N. The same bits, slower: for tests.
+        generic: take the kernels for any N also where there is one for this N. The same bits, slower: for tests.
 
     Raises:
         KernelsUnavailable: nothing to compile them with, or no driver.
@@ -95,8 +122,9 @@ class Kernels:
 
     def __init__(self, device: torch.device, dtype: torch.dtype, world_size: int, *, generic: bool = False) -> None:
         self.device, self.dtype, self.world_size = device, dtype, world_size
-        self._processors = torch.cuda.get_device_properties(device).multi_processor_count
-        self._most_blocks = self._processors * _BLOCKS_PER_SM
+        self.processors = torch.cuda.get_device_properties(device).multi_processor_count
+        self._capability = torch.cuda.get_device_capability(device)
+        self._most_blocks = self.processors * _BLOCKS_PER_SM
         self._context = Context(device)
         self._loaded: list[tuple[Module, Binary]] = []
         ranks = MOST_TEMPLATED_RANKS + 1 if generic else world_size
@@ -108,16 +136,56 @@ class Kernels:
         self._scale = scale.get("scale_1", 0), scale.get("scale_16", 0)
         put = self._load("put.cu", ["put", "take"], ranks) if world_size > 1 else {}
         self._put, self._take = put.get("put", 0), put.get("take", 0)
+        self._ranks = ranks
+        self._fused: dict[tuple[int, int, bool], FusedKernels] = {}
+        self._one_at_a_time = threading.Lock()
 
-    def _load(self, file: str, names: list[str], ranks: int) -> dict[str, int]:
-        capability = torch.cuda.get_device_capability(self.device)
-        binary = compile_kernels(file, defines_for(file, self.dtype, ranks), capability)
+    def _load(self, file: str, names: list[str], ranks: int, **more: int) -> dict[str, int]:
+        binary = compile_kernels(file, defines_for(file, self.dtype, ranks) | more, self._capability)
         module = Module(self._context, binary.image)
         self._loaded.append((module, binary))
         return {name: module.function(name) for name in names}
 
-    def _bind(self, function: int, name: str, grid: tuple[int, int, int, int], params: ctypes.Structure) -> Launch:
-        return Launch(self._context, function, name, grid, params)
+    def _bind(
+        self,
+        function: int,
+        name: str,
+        grid: tuple[int, int, int, int],
+        params: ctypes.Structure,
+        programmatic: bool = False,
+    ) -> Launch:
+        return Launch(self._context, function, name, grid, params, programmatic=programmatic)
+
+    def fused(self, vectors: int, heads: int, *, strict: bool = False) -> FusedKernels:
+        """For rows of `vectors` 16-byte vectors and results of `heads` heads, compiled and loaded at the first call.
+
+        Raises:
+            KernelsUnavailable, DCPCommError: as the constructor.
+        """
+        key = vectors, heads, strict
+        with self._one_at_a_time:  # ranks that are threads of one process
+            if key not in self._fused:
+                more = {"KERNEL_VECTORS": vectors, "KERNEL_HEADS": heads, "KERNEL_STRICT": int(strict)}
+                found = self._load("fused.cu", ["fused_1", "fused_16"], self._ranks, **more)
+                functions = found["fused_1"], found["fused_16"]
+                module = self._loaded[-1][0]
+                sizes = fused_threads(self._ranks)
+                resident = tuple(
+                    {threads: module.resident_blocks(one, threads) for threads in sizes} for one in functions
+                )
+                self._fused[key] = FusedKernels(functions, (resident[0], resident[1]))
+            return self._fused[key]
+
+    @property
+    def programmatic(self) -> bool:
+        """Whether a launch may overlap the end of the one before it."""
+        return self._capability >= (9, 0)
+
+    def bind_fused(
+        self, function: int, params: FusedParams, blocks: int, threads: int, *, programmatic: bool
+    ) -> Launch:
+        """`params` with one of `fused`'s functions."""
+        return self._bind(function, "fused", (blocks, 1, threads, 1), params, programmatic)
 
     @property
     def origin(self) -> str:
@@ -153,7 +221,7 @@ class Kernels:
 
     def bind_put(self, params: PutParams) -> Launch:
         """`params` with its grid. Only for groups of two and more."""
-        grid = put_grid(params.nbytes, params.ranks - 1, self._processors)
+        grid = put_grid(params.nbytes, params.ranks - 1, self.processors)
         return self._bind(self._put, "put", grid, params)
 
     def bind_take(self, params: TakeParams) -> Launch:

@@ -1,4 +1,4 @@
-"""The structs of cuda/params.cuh as ctypes sees them, and how tensors become their fields.
+"""How tensors become the fields of the kernels' structs.
 
 Nothing here touches a GPU: addresses and strides are numbers, also those of CPU tensors. A struct keeps no tensor
 alive; whoever launches with it does.
@@ -6,177 +6,37 @@ alive; whoever launches with it does.
 
 from __future__ import annotations
 
-import ctypes
 import functools
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
+from dcpcomm.combine.structs import CombineParams, Counts, Divisor, PackParams
 from dcpcomm.combine.wire import Header
 from dcpcomm.errors import ShapeError
 from dcpcomm.rows import RowCounts
 
 __all__ = [
     "MOST_ROWS",
-    "ChannelState",
-    "CombineParams",
-    "Counts",
-    "Divisor",
-    "PackParams",
-    "PutParams",
-    "ScaleParams",
-    "TakeParams",
     "Wire",
     "WireAt",
     "combine_params",
     "counts_of",
     "divisor",
     "divisor_of",
+    "lse_kind",
     "pack_params",
     "pack_unit",
     "record_words",
     "row_unit",
     "strides_of",
-    "struct_sizes",
     "vectorised",
 ]
 
-_U32, _I32, _U64, _I64 = ctypes.c_uint32, ctypes.c_int32, ctypes.c_uint64, ctypes.c_int64
 _LSE_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _FLOAT32_HALVES = 3
 MOST_ROWS = 2**31 - 1
-
-
-def _fields(kind: Any, names: str) -> list[tuple[str, Any]]:
-    return [(name, kind) for name in names.split()]
-
-
-class Divisor(ctypes.Structure):
-    """`Divisor`: a number to divide by, as a multiplier and a shift."""
-
-    _fields_ = _fields(_U32, "magic shift")
-
-
-class Counts(ctypes.Structure):
-    """`Counts`: which rows are empty on this rank."""
-
-    _fields_ = [
-        ("counts", _U64),
-        ("counts_step", _I64),
-        ("starts", _U64),
-        *_fields(_I64, "starts_step token0 token_n"),
-        *_fields(_U32, "mode counts_wide starts_wide requests"),
-    ]
-
-
-class PackParams(ctypes.Structure):
-    """The argument of pack.cu's kernels."""
-
-    _fields_ = [
-        ("rows", _U64),
-        *_fields(_I64, "rows_n rows_t rows_h rows_d"),
-        ("lse", _U64),
-        *_fields(_I64, "lse_n lse_t lse_h"),
-        ("send", _U64),
-        *_fields(_I64, "block_stride pitch"),
-        *_fields(_U64, "ordinal progress"),
-        *_fields(_I64, "word1 word2 kind"),
-        ("counts", Counts),
-        *_fields(_U32, "ranks rank heads row_bytes vectors row_count per_block lse_kind"),
-        ("by_block", Divisor),
-        ("by_heads", Divisor),
-    ]
-
-
-class CombineParams(ctypes.Structure):
-    """The argument of combine.cu's kernels. `columns` is filled at the launch, by the variant."""
-
-    _fields_ = [
-        ("rows", _U64),
-        *_fields(_I64, "rows_n rows_t rows_h rows_d"),
-        ("lse", _U64),
-        *_fields(_I64, "lse_n lse_t lse_h"),
-        ("own_rows", _U64),
-        *_fields(_I64, "own_t own_h own_d"),
-        ("own_lse", _U64),
-        *_fields(_I64, "own_lse_t own_lse_h"),
-        ("out", _U64),
-        *_fields(_I64, "out_t out_h out_d"),
-        *_fields(_U64, "out_lse headers"),
-        ("header_stride", _I64),
-        ("ordinal", _U64),
-        *_fields(_I64, "word1 word2 word3"),
-        *_fields(_U64, "record progress"),
-        ("counts", Counts),
-        ("ranks", _U32),
-        ("own", _I32),
-        *_fields(_U32, "heads columns row_count lse_kind own_lse_kind base_two rows_unit own_unit out_unit unused"),
-        ("by_heads", Divisor),
-    ]
-    width: int  # D: a Python attribute, which the kernels count in vectors or elements
-
-
-class ScaleParams(ctypes.Structure):
-    """The argument of scale.cu's kernels. `columns` and `lanes` are filled at the launch, by the variant."""
-
-    _fields_ = [
-        ("rows", _U64),
-        *_fields(_I64, "rows_n rows_t rows_h rows_d"),
-        ("lse", _U64),
-        *_fields(_I64, "lse_source lse_n lse_t"),
-        *_fields(_U64, "scaled out_lse"),
-        *_fields(_U32, "ranks rank slice heads columns row_count per_block base_two rows_unit lanes"),
-        ("by_block", Divisor),
-        ("by_heads", Divisor),
-    ]
-    width: int  # D, as in CombineParams
-
-
-class ChannelState(ctypes.Structure):
-    """`ChannelState`: a channel's progress, in device memory, zeroed before the first put."""
-
-    _fields_ = [("epoch", _U64), *_fields(_U32, "put_finished take_finished take_failed unused")]
-
-
-class PutParams(ctypes.Structure):
-    """The argument of put.cu's `put`."""
-
-    _fields_ = [
-        ("send", _U64),
-        ("send_stride", _I64),
-        ("peers", _U64),
-        *_fields(_I64, "nbytes slot_stride block_capacity flags_offset poison_offset"),
-        *_fields(_U64, "state record"),
-        *_fields(_U32, "ranks rank"),
-    ]
-
-
-class TakeParams(ctypes.Structure):
-    """The argument of put.cu's `take`."""
-
-    _fields_ = [
-        ("send", _U64),
-        ("send_stride", _I64),
-        ("recv", _U64),
-        ("recv_stride", _I64),
-        ("peers", _U64),
-        *_fields(_I64, "nbytes header_bytes slot_stride block_capacity flags_offset poison_offset"),
-        *_fields(_U64, "state record deadline_ns"),
-        *_fields(_U32, "ranks rank"),
-    ]
-
-
-def struct_sizes() -> dict[str, int]:
-    """By macro of params.cuh, the bytes that this side counts with."""
-    return {
-        "KERNEL_PACK_PARAMS_BYTES": ctypes.sizeof(PackParams),
-        "KERNEL_COMBINE_PARAMS_BYTES": ctypes.sizeof(CombineParams),
-        "KERNEL_SCALE_PARAMS_BYTES": ctypes.sizeof(ScaleParams),
-        "KERNEL_PUT_PARAMS_BYTES": ctypes.sizeof(PutParams),
-        "KERNEL_TAKE_PARAMS_BYTES": ctypes.sizeof(TakeParams),
-        "KERNEL_CHANNEL_STATE_BYTES": ctypes.sizeof(ChannelState),
-    }
 
 
 def record_words(world_size: int) -> int:
@@ -245,7 +105,8 @@ def counts_of(given: RowCounts | None, token0: int = 0, token_n: int = 0) -> Cou
     )  # fmt: skip
 
 
-def _lse_kind(lse: torch.Tensor, address: int, strides: int) -> int:
+def lse_kind(lse: torch.Tensor, address: int, strides: int) -> int:
+    """`LseKind` of an LSE that lies at `address`; `strides`: in bytes, their bits together."""
     kind = _LSE_KINDS[lse.dtype]
     return _FLOAT32_HALVES if kind == 0 and (address | strides) & 3 else kind
 
@@ -293,7 +154,7 @@ def pack_params(
         send.address, send.block_stride, send.pitch, ordinal, progress, word1, word2, kind,
         counts,
         n, rank, h, d * size, send.lse_at // 16, 0 if kind else row_count, t * h,
-        _lse_kind(lse, lse_at, lse_n | lse_t | lse_h),
+        lse_kind(lse, lse_at, lse_n | lse_t | lse_h),
         divisor(t * h or 1), divisor(h or 1),
     )  # fmt: skip
 
@@ -359,7 +220,7 @@ def combine_params(
         own_at, own_lse_at = own_rows.data_ptr(), own_lse.data_ptr()
         own_t, own_h, own_d, _ = strides_of(own_rows, size)
         own_lse_t, own_lse_h, _, _ = strides_of(own_lse, own_lse.element_size())
-        own_kind = _lse_kind(own_lse, own_lse_at, own_lse_t | own_lse_h)
+        own_kind = lse_kind(own_lse, own_lse_at, own_lse_t | own_lse_h)
         own_unit = row_unit(own_at | own_t | own_h, own_d, d, size)
     word1 = word2 = kind = headers = header_stride = 0
     if wire is not None and header is not None:
@@ -375,7 +236,7 @@ def combine_params(
         out_at, out_t, out_h, out_d, out_lse.data_ptr() if out_lse is not None else 0,
         headers, header_stride, ordinal, word1, word2, kind, record, progress,
         counts,
-        n, own, h, 0, row_count, _lse_kind(lse, lse_at, lse_n | lse_t | lse_h), own_kind, lse_base == "2",
+        n, own, h, 0, row_count, lse_kind(lse, lse_at, lse_n | lse_t | lse_h), own_kind, lse_base == "2",
         rows_unit, own_unit, row_unit(out_at | out_t | out_h, out_d, d, size), 0,
         divisor(h or 1),
     )  # fmt: skip

@@ -13,7 +13,8 @@ import torch
 
 from dcpcomm import topology
 from dcpcomm.combine.engine import by_destination
-from dcpcomm.combine.params import MOST_ROWS, ScaleParams, divisor, row_unit, strides_of
+from dcpcomm.combine.params import MOST_ROWS, divisor, row_unit, strides_of
+from dcpcomm.combine.structs import ScaleParams
 from dcpcomm.errors import ShapeError
 from dcpcomm.transport import MergeShape
 

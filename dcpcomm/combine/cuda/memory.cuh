@@ -90,3 +90,38 @@ __device__ __forceinline__ u64 nanoseconds() {
     asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now)::"memory");
     return now;
 }
+// Not from this SM's own cache, where a kernel that ran beside the one before may have left what it was.
+__device__ __forceinline__ u32 load_relaxed_u32(u64 at) {
+    u32 value;
+    asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(value) : "l"(at) : "memory");
+    return value;
+}
+// Of memory that a peer writes at any time: each 32-bit word is whole, the four need not be from one store.
+__device__ __forceinline__ Vector load_words(u64 at) {
+    Vector v;
+    asm volatile("ld.relaxed.sys.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.word[0]), "=r"(v.word[1]), "=r"(v.word[2]), "=r"(v.word[3])
+                 : "l"(at)
+                 : "memory");
+    return v;
+}
+__device__ __forceinline__ void store_words(u64 at, const Vector &v) {
+    asm volatile("st.relaxed.sys.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(at), "r"(v.word[0]), "r"(v.word[1]),
+                 "r"(v.word[2]), "r"(v.word[3])
+                 : "memory");
+}
+// Leaves the load and store units to others for a moment.
+__device__ __forceinline__ void pause() { asm volatile("nanosleep.u32 40;" ::: "memory"); }
+
+// ---------------------------------------------------------------- programmatic launches: both do nothing in others
+
+__device__ __forceinline__ void wait_for_grid_before() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void let_next_grid_begin() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}

@@ -139,7 +139,7 @@ struct ScaleParams {
     Divisor by_heads;
 };
 
-// Progress of one channel on one rank, in its own device memory, zeroed at first.
+// Progress of one channel of put and take on one rank, in its own device memory, zeroed at first.
 struct ChannelState {
     u64 epoch;          // of the last put
     u32 put_finished;   // blocks of the put at work
@@ -184,6 +184,57 @@ struct TakeParams {
     u32 rank;
 };
 
+// A channel's shared memory on every rank begins at peer[n]. Slot s of two is at s * slot_stride; in it, for source n, payload at
+// n * source_stride, {LSE, epoch} of each row at lse_offset + n * lse_stride, a header at header_offset + n * 128. Behind the slots,
+// at poison_offset, N words {missing ranks, epoch}, one for each rank that may give the channel up.
+struct FusedParams {
+    u64 rows;  // [N, t, h, D], the destination first
+    i64 rows_n;
+    i64 rows_t;
+    i64 rows_h;
+    i64 rows_d;
+    u64 lse;  // [N, t, h]
+    i64 lse_n;
+    i64 lse_t;
+    i64 lse_h;
+    u64 out;  // [t, h, D]
+    i64 out_t;
+    i64 out_h;
+    i64 out_d;
+    u64 out_lse;  // [t, h] float32, contiguous; 0: not wanted
+    i64 slot_stride;
+    i64 source_stride;
+    i64 lse_offset;
+    i64 lse_stride;
+    i64 header_offset;
+    i64 poison_offset;
+    u64 epochs;       // u32 [most_blocks] in device memory, zeroed at first: of each block that a launch may have
+    u64 ordinal;      // as in PackParams; or 0
+    u64 progress;     // as in PackParams
+    u64 headers;      // as `record` of CombineParams
+    u64 record;       // pinned host memory, int64 [2 + N]: state, epoch, 1 for each rank that is missing; or 0
+    u64 table;    // u64 [N] in device memory: base addresses by rank, where N is above 16
+    u32 header[4];    // tag, B, chunk, width
+    Counts counts;
+    u32 kind;  // 0: rows; 1: called off, nothing is sent or merged
+    u32 ranks;
+    u32 rank;
+    u32 heads;
+    u32 vectors;    // 16-byte vectors of payload in a row
+    u32 row_bytes;  // D x itemsize
+    u32 row_count;  // t * h
+    u32 lse_kind;
+    u32 base_two;
+    u32 rows_unit;
+    u32 out_unit;
+    u32 most_blocks;  // of any launch of this channel
+    u32 deadline;  // of 2^20 ns; 0: wait on
+    u32 unused;
+    Divisor by_vectors;
+    Divisor by_heads;
+    u64 peer[16];  // base addresses by rank, `rank`'s own too
+};
+
 // States of a record. Only a kernel that finds 0 writes; the host sets it back.
 enum RecordState { RECORD_CLEAR = 0, RECORD_WRITTEN = 1, RECORD_GIVEN_UP_BY_PEER = 2 };
 
@@ -192,4 +243,5 @@ static_assert(sizeof(CombineParams) == KERNEL_COMBINE_PARAMS_BYTES, "CombinePara
 static_assert(sizeof(ScaleParams) == KERNEL_SCALE_PARAMS_BYTES, "ScaleParams differs from params.py");
 static_assert(sizeof(PutParams) == KERNEL_PUT_PARAMS_BYTES, "PutParams differs from params.py");
 static_assert(sizeof(TakeParams) == KERNEL_TAKE_PARAMS_BYTES, "TakeParams differs from params.py");
+static_assert(sizeof(FusedParams) == KERNEL_FUSED_PARAMS_BYTES, "FusedParams differs from params.py");
 static_assert(sizeof(ChannelState) == KERNEL_CHANNEL_STATE_BYTES, "ChannelState differs from params.py");

@@ -1,0 +1,30 @@
+"""Options that every transport over peer memory has."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+__all__ = ["PeerOptions"]
+
+
+class PeerOptions(BaseModel):
+    """How rows are put into the peers' memory, on GPUs."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    kernel: Literal["put", "fused"] = Field(
+        "put", description="put: pack, put, take and combine; fused: one launch, not yet run on a GPU"
+    )
+    blocks: Annotated[int, Field(gt=0, le=2048)] | None = Field(
+        None, description="fused: blocks of a launch at the most; by default as many as the work has and may wait"
+    )
+    threads: Literal[32, 64, 128, 256, 512] | None = Field(None, description="fused: threads of a block")
+    vectors_per_thread: Annotated[int, Field(gt=0, le=1024)] | None = Field(
+        None, description="fused: vectors of 16 bytes that a thread merges one after another, at the least"
+    )
+    programmatic: bool = Field(
+        True, description="fused: the launch may overlap the end of the one before it, where the GPU can (sm_90)"
+    )
+    strict: bool = Field(False, description="fused: with the fence that PTX asks for behind each call")
