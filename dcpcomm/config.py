@@ -101,7 +101,8 @@ class _Fields(_Part):
     )
     max_live: int = Field(default=2, gt=0, description="transports that stay connected, at most")
     max_sms: Literal["auto"] | Annotated[int, Field(gt=0)] = Field(
-        default="auto", description="SMs that waiting kernels may occupy, over all channels and live mergers"
+        default="auto",
+        description="SMs that a merger's waiting kernels may occupy, over all its channels; auto: half of the GPU's",
     )
     cost_table: str = Field(
         default="builtin",

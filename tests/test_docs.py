@@ -30,6 +30,7 @@ import yaml
 
 import dcpcomm
 from dcpcomm import registry
+from dcpcomm.combine.peer_options import PeerOptions
 from dcpcomm.config import MergeConfig
 
 ROOT = Path(__file__).parent.parent
@@ -194,7 +195,7 @@ def test_the_readme_has_every_key_with_its_default() -> None:
     (block,) = (block for block in blocks_of(ROOT / "README.md") if block.mark == "config")
     shown = yaml.safe_load(block.text)
     assert MergeConfig(**shown) == MergeConfig()
-    assert set(MergeConfig.model_fields) == {*shown, "max_sms"}
+    assert set(MergeConfig.model_fields) == set(shown)
 
 
 def test_the_table_of_keys_is_complete() -> None:
@@ -206,6 +207,13 @@ def test_the_table_of_keys_is_complete() -> None:
             (row,) = re.findall(rf"^\| `{re.escape(name)}` \| (.*?) \|", text, re.M)
             shown = yaml.safe_load(re.findall(r"`([^`]*)`", row)[-1])
             assert shown == default, f"{name}: the page says {shown!r}, the default is {default!r}"
+
+
+def test_the_table_of_options_is_complete() -> None:
+    text = (ROOT / "docs/transports/cupy_ipc.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(\w+)` \| (.*?) \|", text, re.M)
+    shown = {name: yaml.safe_load(re.findall(r"`([^`]*)`", row)[-1]) for name, row in rows}
+    assert shown == PeerOptions().model_dump(mode="json")
 
 
 def test_the_table_of_environment_variables_is_complete() -> None:
