@@ -32,7 +32,8 @@ class Settings:
     """What is measured; the same on all ranks.
 
     Attributes:
-        transports: registered names. One that can't be used raises if `named`, and is left out otherwise.
+        transports: registered names, perhaps with options (`ours.named`). One that can't be used raises if `named`, and
+            is left out otherwise.
         rows: B of each size.
     """
 

@@ -25,6 +25,7 @@ import typer
 
 from dcpcomm.bench.machine import commit, machine, versions
 from dcpcomm.bench.measure import Answer, Say, Settings, measure
+from dcpcomm.bench.ours import named
 from dcpcomm.bench.ranks import Meeting, ProcessRanks, ThreadRanks
 from dcpcomm.bench.table import Row, size_of, table
 from dcpcomm.bench.timing import slowest
@@ -149,7 +150,11 @@ def _all_for_processes() -> tuple[str, ...]:
 
 def main(
     transport: Annotated[
-        list[str] | None, typer.Option(help="registered name; may be repeated. Default: loopback_peer, or all that fit")
+        list[str] | None,
+        typer.Option(
+            help="registered name, perhaps with options (cupy_ipc:kernel=fused,threads=256); may be repeated. Default: "
+            "loopback_peer, or all that fit"
+        ),
     ] = None,
     ranks: Annotated[int, typer.Option(help="N, virtual ranks; under torchrun its ranks are used")] = 2,
     dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32")] = "bfloat16",
@@ -178,8 +183,11 @@ def main(
     if not torch.cuda.is_available():
         print("this benchmark needs a CUDA GPU, and torch sees none", file=sys.stderr)
         raise typer.Exit(2)
-    for name in transport or []:
-        load_transport(name)  # says what is wrong with the name
+    for contender in transport or []:
+        try:
+            load_transport(named(contender)[0])  # says what is wrong with the name
+        except ValueError as error:
+            raise typer.BadParameter(str(error)) from None
     names = tuple(transport or ()) or (_all_for_processes() if under_torchrun() else _LOOPBACK)
     base: Literal["e", "2"] = "e" if lse_base == "e" else "2"
     settings = Settings(

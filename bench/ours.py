@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import yaml
 
 from dcpcomm.bench.ranks import Ranks
 from dcpcomm.bench.rivals.rival import Rival
@@ -14,7 +15,23 @@ from dcpcomm.merger import DCPMerger
 from dcpcomm.registry import load_transport
 from dcpcomm.transport import MergeShape
 
-__all__ = ["Ours"]
+__all__ = ["Ours", "named"]
+
+
+def named(contender: str) -> tuple[str, dict[str, Any]]:
+    """`cupy_ipc:kernel=fused,threads=256` -> the transport's registered name, and its options.
+
+    Raises:
+        ValueError: an option without a value.
+    """
+    name, _, given = contender.partition(":")
+    options = {}
+    for one in given.split(",") if given else ():
+        key, equals, value = one.partition("=")
+        if not key or not equals or not value:
+            raise ValueError(f"{contender!r}: {one!r} is no KEY=VALUE; expected, say, cupy_ipc:kernel=fused")
+        options[key] = yaml.safe_load(value)
+    return name, options
 
 
 class Ours(Rival):
@@ -22,19 +39,22 @@ class Ours(Rival):
 
     Args:
         group: what a `DCPMerger` takes.
-        transport: a registered name.
+        contender: a transport's registered name, and perhaps options; see `named`.
     """
 
-    def __init__(self, ranks: Ranks, shape: MergeShape, device: torch.device, group: Any, transport: str) -> None:
+    def __init__(self, ranks: Ranks, shape: MergeShape, device: torch.device, group: Any, contender: str) -> None:
         super().__init__(ranks, shape, device)
-        self.name = transport  # type: ignore[misc]
-        self.sums_rounded = not load_transport(transport).capabilities.deterministic  # type: ignore[misc]
+        self.name = contender  # type: ignore[misc]
+        self._transport, self._options = named(contender)
+        self.sums_rounded = not load_transport(self._transport).capabilities.deterministic  # type: ignore[misc]
         self._group = group
         self._merger: DCPMerger | None = None
         self._outs: dict[int, torch.Tensor] = {}
 
     def prepare(self) -> None:
-        config = {"transport": self.name, "verify": {"level": "quick"}}
+        config: dict[str, Any] = {"transport": self._transport, "verify": {"level": "quick"}}
+        if self._options:
+            config["options"] = {self._transport: self._options}
         self._merger = DCPMerger(self._group, self.shape, config, self.device)
 
     def bring(self, partial_out: torch.Tensor, partial_lse: torch.Tensor) -> None:

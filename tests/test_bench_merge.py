@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from dcpcomm.bench import machine, measure, merge
 from dcpcomm.bench.limits import Limits
 from dcpcomm.bench.measure import Answer, Case, Settings
-from dcpcomm.bench.ours import Ours
+from dcpcomm.bench.ours import Ours, named
 from dcpcomm.bench.ranks import Meeting, ThreadRanks
 from dcpcomm.bench.table import COLUMNS, Row, size_of, table
 from dcpcomm.bench.timing import Summary, Times
@@ -194,6 +194,24 @@ def test_a_transport_that_cannot_serve_is_left_out_unless_it_was_named(
     with pytest.raises(RankFailed) as raised:
         without_gpu(Settings(("gloo_a2a",), named=True, heads=8, dim=32, rows=(1,)))
     assert isinstance(raised.value.cause, TransportUnavailable)
+
+
+def test_a_contender_has_a_name_and_options() -> None:
+    assert named("cupy_ipc") == ("cupy_ipc", {})
+    given = {"kernel": "fused", "threads": 256, "strict": True}
+    assert named("cupy_ipc:kernel=fused,threads=256,strict=true") == ("cupy_ipc", given)
+    for wrong in ("x:kernel", "x:=1", "x:a=1,"):
+        with pytest.raises(ValueError, match="expected, say"):
+            named(wrong)
+
+
+def test_options_reach_the_transport(without_gpu: Callable[[Settings], list[Answer]]) -> None:
+    contenders = ("loopback_peer", "loopback_peer:kernel=put,strict=true")
+    found = without_gpu(Settings(contenders, heads=8, dim=32, rows=(1,)))
+    assert [case.name for case in found[0].cases] == list(contenders)
+    assert not any(case.wrong for case in found[0].cases)
+    with pytest.raises(RankFailed, match="no_such"):
+        without_gpu(Settings(("loopback_peer:no_such=1",), named=True, heads=8, dim=32, rows=(1,)))
 
 
 # ---------------------------------------------------------------- the command

@@ -5,7 +5,7 @@ Epochs, slots and what was given up are kept in device memory, so that replays o
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -110,6 +110,9 @@ class FusedPeer:
         self.places = places_of(shape, group.size)
         self.device = buffers.own.device
         self._absences = Absences(group, shape.channels)
+        #: Raise what the kernel has noted on a channel of ranks that did not come; no wait for the device.
+        self.check = self._absences.check
+        self.take_deadline()
         self._buffers = buffers  # kept: nobody else may
         # Half of the GPU is left to other mergers, whose kernels may wait at the same time.
         half = max(1, kernels.processors // 2)
@@ -166,15 +169,11 @@ class FusedPeer:
         self.call(None, channel, layout).merge(Partials(out, lse, None), 0, header, merged, merged_lse)
         return merged, merged_lse
 
-    @property
-    def deadline(self) -> int:
-        """Of a call that begins now, in the kernel's unit; 0: it waits on."""
-        limit = self.group.exchange_timeout_s
-        return 0 if limit is None else max(1, min(_MOST_DEADLINE, round(limit / _DEADLINE_UNIT_S)))
-
-    def check(self, channel: int) -> None:
-        """Raise what the kernel has noted of ranks that did not come; no wait for the device."""
-        self._absences.check(channel)
+    def take_deadline(self) -> int:
+        """Of a call that begins now, in the kernel's unit; 0: it waits on. `deadline` is that of `limit` seconds."""
+        self.limit = limit = self.group.exchange_timeout_s
+        self.deadline = 0 if limit is None else max(1, min(_MOST_DEADLINE, round(limit / _DEADLINE_UNIT_S)))
+        return self.deadline
 
     @property
     def given_up(self) -> bool:
@@ -198,7 +197,7 @@ class FusedCall:
             self._ordinal = engine.ordinals[channel].data_ptr()
             self._progress = engine.records.progress[channel].data_ptr()
             self._headers = engine.records.memory[channel].data_ptr()
-        self._launches: dict[tuple[int, ...], tuple[Launch, FusedParams]] = {}
+        self._launches: dict[Any, tuple[Launch, FusedParams]] = {}
 
     def merge(
         self, partials: Partials, start: int, header: Header, out: torch.Tensor, out_lse: torch.Tensor | None
@@ -209,7 +208,7 @@ class FusedCall:
         rows = partials.out.data_ptr() + start * self._row_bytes
         lse = partials.lse.data_ptr() + start * self._lse_bytes
         to = out.data_ptr()
-        key = rows & 15, lse & 3, to & 15, *out.stride()
+        key = rows & 15, lse & 3, to & 15, out.stride()
         found = self._launches.get(key)
         if found is None:
             if len(self._launches) >= _LAUNCHES_KEPT:
@@ -218,11 +217,12 @@ class FusedCall:
         launch, params = found
         params.rows, params.lse, params.out = rows, lse, to
         params.out_lse = 0 if out_lse is None else out_lse.data_ptr()
-        params.header[0], params.header[1], params.header[2] = header.tag & 0xFFFFFFFF, header.tokens, header.chunk
-        params.deadline = self._peer.deadline
+        params.tag, params.chunk = header.tag & 0xFFFFFFFF, header.chunk
+        peer = self._peer
+        params.deadline = peer.deadline if peer.group.exchange_timeout_s == peer.limit else peer.take_deadline()
         if partials.counts is not None or params.counts.mode:
             params.counts = counts_of(partials.counts, start, self._token_n)
-        launch(topology.current_stream(self._peer.device))
+        launch(topology.current_stream(peer.device))
 
     def call_off(self, header: Header) -> None:
         """Tell the peers that this rank has no rows in this call, and take theirs."""
@@ -230,8 +230,7 @@ class FusedCall:
         t, h = self._layout.t, shape.result_rows(n, n)[1]
         params = self._params(h, t * h)
         params.kind = int(header.kind == KIND_CANCELLED)
-        params.header[1], params.header[2] = header.tokens, header.chunk
-        params.deadline = self._peer.deadline
+        params.chunk, params.deadline = header.chunk, self._peer.take_deadline()
         self._launch(params, aligned_rows=True)(topology.current_stream(self._peer.device))
 
     def _bind(self, partials: Partials, start: int, out: torch.Tensor) -> tuple[Launch, FusedParams]:
@@ -261,6 +260,7 @@ class FusedCall:
         addresses = peer.addresses(channel)
         own = addresses[peer.group.rank]
         params = FusedParams(
+            tokens=layout.tokens, width=layout.width,
             slot_stride=places.slot_stride, source_stride=places.source_stride, lse_offset=places.lse_offset,
             lse_stride=places.lse_stride, header_offset=places.header_offset, poison_offset=places.poison_offset,
             epochs=own + places.epochs, table=own + places.table, ordinal=self._ordinal, progress=self._progress,
@@ -268,7 +268,6 @@ class FusedCall:
             vectors=vectors, row_bytes=row_bytes, row_count=row_count, base_two=peer.shape.lse_base == "2",
             most_blocks=MOST_BLOCKS, by_vectors=divisor(vectors), by_heads=divisor(heads or 1),
         )  # fmt: skip
-        params.header[3] = layout.width
         if n <= MOST_TEMPLATED_RANKS:
             params.peer[:n] = addresses
         return params

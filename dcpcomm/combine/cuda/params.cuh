@@ -214,8 +214,11 @@ struct FusedParams {
     u64 headers;      // as `record` of CombineParams
     u64 record;       // pinned host memory, int64 [2 + N]: state, epoch, 1 for each rank that is missing; or 0
     u64 table;    // u64 [N] in device memory: base addresses by rank, where N is above 16
-    u32 header[4];    // tag, B, chunk, width
     Counts counts;
+    u32 tag;  // a header's four words
+    u32 tokens;
+    u32 chunk;
+    u32 width;
     u32 kind;  // 0: rows; 1: called off, nothing is sent or merged
     u32 ranks;
     u32 rank;

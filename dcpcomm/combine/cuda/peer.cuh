@@ -49,7 +49,7 @@ __device__ __forceinline__ u64 poison_at(const FusedParams &p, u64 base, u32 sou
 // ---------------------------------------------------------------- headers
 
 __device__ __forceinline__ u32 header_word(const FusedParams &p, u32 i) {
-    return i < 3 ? p.header[i] : p.header[3] | (p.kind ? KIND_BIT : 0);
+    return i == 0 ? p.tag : i == 1 ? p.tokens : i == 2 ? p.chunk : p.width | (p.kind ? KIND_BIT : 0);
 }
 
 // By one block, to every peer and in every call: also one that was called off is a call to them.
@@ -73,9 +73,9 @@ __device__ __forceinline__ bool header_came(const FusedParams &p, const Now &now
     }
     if (!came) return false;
     const bool off = value_of(word[3]) & KIND_BIT;
-    bool same = value_of(word[1]) == p.header[1] && value_of(word[2]) == p.header[2];
+    bool same = value_of(word[1]) == p.tokens && value_of(word[2]) == p.chunk;
     // Who called its call off knows its B, but neither its tag nor its width.
-    if (!off && !p.kind) same &= value_of(word[0]) == p.header[0] && value_of(word[3]) == p.header[3];
+    if (!off && !p.kind) same &= value_of(word[0]) == p.tag && value_of(word[3]) == p.width;
     trouble = !same ? DIFFERS : off ? CALLED_OFF : FINE;
     return true;
 }
