@@ -32,7 +32,7 @@ from dcpcomm.bench.timing import slowest
 from dcpcomm.launch import emit, run_on_ranks, under_torchrun
 from dcpcomm.testing.loopback import LoopbackRank, LoopbackWorld
 
-__all__ = ["document", "main", "measure_processes", "measure_threads", "rows_of"]
+__all__ = ["document", "main", "measure_processes", "measure_threads", "of_rank_0", "progress", "rows_of"]
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 _LOOPBACK = ("loopback_peer",)
@@ -105,7 +105,7 @@ def document(
 
 
 @contextmanager
-def _progress() -> Iterator[Say]:
+def progress() -> Iterator[Say]:
     """Says on standard error what is measured, if that is a terminal."""
     from rich.console import Console
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
@@ -118,7 +118,9 @@ def _progress() -> Iterator[Say]:
         yield lambda text: bar.update(task, description=text)
 
 
-def _of_rank_0(say: Say) -> Callable[[int, str], None]:
+def of_rank_0(say: Say) -> Callable[[int, str], None]:
+    """What `run_on_ranks` calls: only rank 0 is shown."""
+
     def on_event(rank: int, text: str) -> None:
         if rank == 0:
             say(text)
@@ -205,9 +207,9 @@ def main(
     if not under_torchrun() and (ranks < 2 or heads % ranks):
         raise typer.BadParameter(f"--ranks {ranks} --heads {heads}; expected 2 ranks or more, and heads for all alike")
     answers: list[Answer] | None
-    with _progress() as say:
+    with progress() as say:
         if under_torchrun():
-            answers = run_on_ranks(measure_processes, ranks, settings, on_event=_of_rank_0(say))
+            answers = run_on_ranks(measure_processes, ranks, settings, on_event=of_rank_0(say))
         else:
             answers = measure_threads(ranks, settings, say)
     if answers is None:  # another rank than 0 under torchrun
