@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import yaml
 
+from dcpcomm.bench import ablation
 from dcpcomm.bench.ranks import Ranks
 from dcpcomm.bench.rivals.rival import Rival
 from dcpcomm.merger import DCPMerger
@@ -39,19 +40,22 @@ class Ours(Rival):
 
     Args:
         group: what a `DCPMerger` takes.
-        contender: a transport's registered name, and perhaps options; see `named`.
+        contender: a transport's registered name, and perhaps options; see `named`. The option `without` is the
+            benchmark's own: see `ablation`.
     """
 
     def __init__(self, ranks: Ranks, shape: MergeShape, device: torch.device, group: Any, contender: str) -> None:
         super().__init__(ranks, shape, device)
         self.name = contender  # type: ignore[misc]
         self._transport, self._options = named(contender)
+        self._without = self._options.pop("without", None)
         self.sums_rounded = not load_transport(self._transport).capabilities.deterministic  # type: ignore[misc]
         self._group = group
         self._merger: DCPMerger | None = None
         self._outs: dict[int, torch.Tensor] = {}
 
     def prepare(self) -> None:
+        ablation.use(self._without)
         config: dict[str, Any] = {"transport": self._transport, "verify": {"level": "quick"}}
         if self._options:
             config["options"] = {self._transport: self._options}

@@ -121,7 +121,7 @@ class EmulatedKernels(Kernels):
         self.processors, self._most_blocks, self._folder = 4, 16, folder
         self._ranks = ranks = MOST_TEMPLATED_RANKS + 1 if generic else world_size
         self.geometry, self._planted = geometry, planted
-        self._fused: dict[tuple[int, int, bool], FusedKernels] = {}
+        self._fused: dict[Any, FusedKernels] = {}
         self._one_at_a_time = threading.Lock()
         libraries = {name: self._library(name, ranks) for name in files}
         entries = [(file, name) for file in _AT_ONCE for name in _ENTRIES[file][0]] + [("put.cu", "take")]
@@ -135,12 +135,11 @@ class EmulatedKernels(Kernels):
     def _library(self, name: str, ranks: int, **more: int) -> ctypes.CDLL:
         defines = defines_for(name, self.dtype, ranks) | more
         mine = "-".join(str(value) for key, value in defines.items() if not key.endswith("_BYTES"))
-        text = host_source(name)
+        text = host_source(self.fused_source if name == "fused.cu" else name)
         if self._planted is not None and name == "fused.cu":
             assert text.count(self._planted[0]) == 1, f"{self._planted[0]} isn't once in fused.cu"
             text = text.replace(*self._planted)
-            mine += f"-{zlib.crc32(text.encode()):x}"
-        file = self._folder / f"{name}-{mine}.so"
+        file = self._folder / f"{name}-{mine}-{zlib.crc32(text.encode()):x}.so"
         if not file.exists():
             compile_for_host(text, defines, file)
         return ctypes.CDLL(str(file))
@@ -150,7 +149,7 @@ class EmulatedKernels(Kernels):
         more = {"KERNEL_STRICT": int(strict)}
         if self.geometry:
             more |= {"KERNEL_VECTORS": vectors, "KERNEL_HEADS": heads}
-        key = vectors, heads, strict
+        key = self.fused_source, vectors, heads, strict
         with self._one_at_a_time:
             if key not in self._fused:
                 library = self._library("fused.cu", self._ranks, **more)

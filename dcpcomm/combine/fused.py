@@ -118,8 +118,8 @@ class FusedPeer:
         half = max(1, kernels.processors // 2)
         self.sms = half if group.max_sms is None else min(group.max_sms, kernels.processors)
         self.sharing = buffers.sharing * shape.channels
-        for width in shape.widths:
-            self.kernels_for(width)
+        #: By width, all of which are known beforehand: nothing is compiled later.
+        self.kernels_for = {width: self._compiled(width) for width in shape.widths}
         with torch.inference_mode(False):
             for channel in range(shape.channels):
                 self._prepare(channel)
@@ -144,8 +144,7 @@ class FusedPeer:
         """The address of what the kernel writes where a rank doesn't come."""
         return self._absences.address(channel)
 
-    def kernels_for(self, width: int) -> FusedKernels:
-        """For rows of `width` columns."""
+    def _compiled(self, width: int) -> FusedKernels:
         heads = self.shape.result_rows(self.group.size, self.group.size)[1]
         vectors = payload_bytes(width, self.shape.dtype.itemsize) // 16
         return self.kernels.fused(vectors, heads, strict=self.options.strict)
@@ -274,7 +273,7 @@ class FusedCall:
 
     def _launch(self, params: FusedParams, *, aligned_rows: bool) -> Launch:
         peer = self._peer
-        kernels, options = peer.kernels_for(self._layout.width), peer.options
+        kernels, options = peer.kernels_for[self._layout.width], peer.options
         resident = kernels.resident[aligned_rows]
         blocks, threads = grid_of(params.row_count * params.vectors, resident, peer.sms, peer.sharing, options)
         return peer.kernels.bind_fused(

@@ -12,7 +12,8 @@ from __future__ import annotations
 import ctypes
 import functools
 import threading
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 
@@ -116,9 +117,14 @@ class Kernels:
         world_size: N.
         generic: take the kernels for any N also where there is one for this N. The same bits, slower: for tests.
 
+    Attributes:
+        fused_source: what `fused` compiles. The benchmark puts another file in its place, to see what a part costs.
+
     Raises:
         KernelsUnavailable: nothing to compile them with, or no driver.
     """
+
+    fused_source: str | Path = "fused.cu"
 
     def __init__(self, device: torch.device, dtype: torch.dtype, world_size: int, *, generic: bool = False) -> None:
         self.device, self.dtype, self.world_size = device, dtype, world_size
@@ -137,11 +143,12 @@ class Kernels:
         put = self._load("put.cu", ["put", "take"], ranks) if world_size > 1 else {}
         self._put, self._take = put.get("put", 0), put.get("take", 0)
         self._ranks = ranks
-        self._fused: dict[tuple[int, int, bool], FusedKernels] = {}
+        self._fused: dict[Any, FusedKernels] = {}
         self._one_at_a_time = threading.Lock()
 
-    def _load(self, file: str, names: list[str], ranks: int, **more: int) -> dict[str, int]:
-        binary = compile_kernels(file, defines_for(file, self.dtype, ranks) | more, self._capability)
+    def _load(self, file: str | Path, names: list[str], ranks: int, **more: int) -> dict[str, int]:
+        defines = defines_for(Path(file).name, self.dtype, ranks) | more
+        binary = compile_kernels(file, defines, self._capability)
         module = Module(self._context, binary.image)
         self._loaded.append((module, binary))
         return {name: module.function(name) for name in names}
@@ -162,11 +169,11 @@ class Kernels:
         Raises:
             KernelsUnavailable, DCPCommError: as the constructor.
         """
-        key = vectors, heads, strict
+        key = self.fused_source, vectors, heads, strict
         with self._one_at_a_time:  # ranks that are threads of one process
             if key not in self._fused:
                 more = {"KERNEL_VECTORS": vectors, "KERNEL_HEADS": heads, "KERNEL_STRICT": int(strict)}
-                found = self._load("fused.cu", ["fused_1", "fused_16"], self._ranks, **more)
+                found = self._load(self.fused_source, ["fused_1", "fused_16"], self._ranks, **more)
                 functions = found["fused_1"], found["fused_16"]
                 module = self._loaded[-1][0]
                 sizes = fused_threads(self._ranks)

@@ -1,0 +1,49 @@
+"""The fused kernel without one of its parts: it compiles, and good calls are answered as by the whole."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dcpcomm.bench import ablation
+from dcpcomm.combine import kernels
+from dcpcomm.combine.kernels import Kernels
+from tests import fused_checks as checks
+from tests.emulated import COMPILER, EmulatedKernels
+from tests.kernel_rig import Rig
+from tests.pretend_gpu import pretend
+
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="no g++ to compile the kernels for the CPU with")
+
+
+@pytest.fixture
+def rig(tmp_path: Path, rng: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
+    def make(dtype: torch.dtype, n: int, generic: bool) -> Any:
+        return EmulatedKernels(dtype, n, tmp_path, generic=generic, files=("combine.cu",))
+
+    pretend(monkeypatch, tmp_path)
+    yield Rig(torch.device("cpu"), make, rng)
+    ablation.use(None)
+
+
+@pytest.mark.parametrize("part", ["headers", "deadline", "all"])
+def test_what_lacks_a_part_answers_good_calls(rig: Rig, part: str) -> None:
+    ablation.use(part)
+    checks.check_back_to_back(rig, 2, 64)
+
+
+@pytest.mark.parametrize("part", list(ablation.PARTS))
+def test_each_part_can_be_left_out(part: str) -> None:
+    whole = Kernels.fused_source
+    text = ablation.source_without(part)
+    assert text != ablation.sources_of("fused.cu")["fused.cu"]
+    assert kernels.Kernels.fused_source == whole == "fused.cu"
+
+
+def test_an_unknown_part_is_told() -> None:
+    with pytest.raises(ValueError, match=r"'wings' is no part.*headers"):
+        ablation.use("wings")
