@@ -310,3 +310,18 @@ def test_importing_the_suite_imports_no_pytest() -> None:
         "from dcpcomm.testing import TransportConformance; assert 'pytest' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_the_command_takes_the_transport_s_options_from_a_file(tmp_path: Path) -> None:
+    from typer.testing import CliRunner
+
+    from dcpcomm.cli import app
+
+    file = tmp_path / "options.yaml"
+    file.write_text("transport: gloo_a2a\noptions: {loopback_peer: {strict: true}}\n", encoding="utf-8")
+    words = ["conformance", "loopback_peer", "--ranks", "2", "--case", "constructs", "--config", str(file)]
+    assert "PASS" in CliRunner().invoke(app, words).output
+    file.write_text("options: {loopback_peer: {strickt: true}}\n", encoding="utf-8")
+    refused = CliRunner().invoke(app, words)
+    assert refused.exit_code != 0
+    assert "strickt" in f"{refused.output} {refused.exception}"

@@ -33,6 +33,9 @@ def conformance(
         str | None, typer.Option(help="Only cases of this name: a part of one, or with wildcards (width-*).")
     ] = None,
     seed: Annotated[int | None, typer.Option(help="Of the data, to repeat a report's; default: a fresh one.")] = None,
+    config: Annotated[
+        Path | None, typer.Option(help="Configuration file: the transport's options, say. Its `transport` is left out.")
+    ] = None,
     device: Device = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON to standard output.")] = False,
 ) -> None:
@@ -43,6 +46,7 @@ def conformance(
 
     Exit status: 0 nothing failed, 1 a case failed or the transport can't work here, 2 wrong usage.
     """
+    from dcpcomm.config import load_config
     from dcpcomm.errors import ConfigError
     from dcpcomm.launch import under_torchrun
     from dcpcomm.testing.conformance import CASES, cases_like, run_conformance
@@ -53,11 +57,14 @@ def conformance(
         raise ConfigError(f"--ranks is {ranks}; expected 2 or more: one rank uses no transport")
     if junit is not None and not junit.absolute().parent.is_dir():
         raise ConfigError(f"--junit {junit}: there is no folder {junit.absolute().parent}")
+    given = {} if config is None else load_config(config).model_dump(mode="json", exclude_unset=True)
     cases = CASES if case is None else cases_like(case)
     if (":" in name or "." in name) and os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # as for `python -m`: a transport under development is no installed package
     with stdout_kept_clean(), _progress(len(cases)) as on_result:
-        report = run_conformance(name, ranks=(ranks,), cases=cases, seed=seed, device=device, on_result=on_result)
+        report = run_conformance(
+            name, ranks=(ranks,), cases=cases, config=given, seed=seed, device=device, on_result=on_result
+        )
     if junit is not None:
         junit.write_text(report.to_junit(), encoding="utf-8")
     if as_json:
