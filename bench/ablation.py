@@ -21,28 +21,32 @@ from dcpcomm.combine.nvrtc import sources_of
 __all__ = ["PARTS", "source_without", "use"]
 
 _one_at_a_time = threading.Lock()
-_ENTRY_CHECK = """    for (u32 n = 0; n < (N ? N : p.ranks); n++) {
-        const u64 word = load_relaxed(poison_at(p, own, n));
-        if (word) told = GIVEN_UP;
-        if (word && (i32)(stamp_of(word) - now.epoch) < 0) trouble = GIVEN_UP;
-    }
+_POISON = """#pragma unroll
+    for (i32 n = 0; n < AT_ENTRY; n++) heed(poison[n]);
+    for (u32 n = AT_ENTRY; n < (N ? N : p.ranks); n++) heed(load_relaxed_u32(poison_at(p, own, n) + 4));
 """
+_POISON_LOADS = (
+    "#pragma unroll\n    for (i32 n = 0; n < AT_ENTRY; n++) poison[n] = load_relaxed_u32(poison_at(p, own, n) + 4);\n"
+)
 _SLOW_PATH = "            const u64 seen = look_around<N>(p, now, own, 0, pending, since);\n"
 _COUNTS = "    const bool empty = row_is_empty(p.counts, p.counts.token0 + (i64)n * p.counts.token_n + (i64)at.t);\n"
-_WAIT = "            if (trouble <= CALLED_OFF) trouble |= await_headers(p, now, own, since);\n"
-_SEND = "    if (blockIdx.x == 0 && !trouble) send_headers<N>(p, now);\n"
+_SENTINELS = """#pragma unroll
+                for (int w = 0; w < 4; w++) v[i].word[w] -= v[i].word[w] == SENTINEL;
+"""
+_WAIT = "            if (!works && trouble <= CALLED_OFF) trouble |= await_headers(p, now, own, since);\n"
+_SEND = "        if (!trouble) send_headers<N>(p, now);\n"
 
 #: By name, texts of fused.cu and what to put in their place.
 PARTS: dict[str, tuple[tuple[str, str], ...]] = {
     "headers": ((_WAIT, ""), (_SEND, "")),
-    "poison": ((_ENTRY_CHECK, ""),),
+    "poison": ((_POISON_LOADS, ""), (_POISON, "")),
     "deadline": ((_SLOW_PATH, "            const u64 seen = 0;\n"),),
     "counts": ((_COUNTS, "    const bool empty = false;\n"),),
     "progress": (
-        ("        if (p.progress) store_relaxed(p.progress, ordinal + 1);\n", ""),
+        ("            if (p.progress) store_relaxed(p.progress, ordinal + 1);\n", ""),
         ("                if (p.progress) store_relaxed(p.progress + 8, ordinal + 1);\n", ""),
     ),
-    "sentinels": (("        for (int w = 0; w < 4; w++) v[i].word[w] -= v[i].word[w] == SENTINEL;\n", ""),),
+    "sentinels": ((_SENTINELS, ""),),
 }
 PARTS["all"] = tuple({change[0]: change for part in PARTS.values() for change in part}.values())
 

@@ -233,7 +233,7 @@ def check_back_to_back(rig: Rig, n: int, d: int, rounds: int = 12, *options: Pee
 
 def check_grids_differ(rig: Rig, n: int) -> None:
     """Blocks, threads and tiles are each rank's own affair."""
-    choices = [PeerOptions(blocks=1, threads=32), PeerOptions(vectors_per_thread=3, threads=32), PeerOptions(blocks=2)]
+    choices = [PeerOptions(blocks=1, threads=64), PeerOptions(vectors_per_thread=3, threads=64), PeerOptions(blocks=2)]
     check_calls(rig, torch.bfloat16, n, 128, "heads", 4, *choices)
 
 
@@ -316,7 +316,7 @@ def check_mismatch(rig: Rig, n: int, what: dict[str, int]) -> None:
 def check_called_off(rig: Rig, n: int) -> None:
     """A rank has no rows: its peers are told, and get no answer; the next call is right for all."""
     b, d = 3 * n, 64
-    ranks = Ranks(rig, n, shape_for(n, d, torch.bfloat16), PeerOptions(blocks=1, threads=32))
+    ranks = Ranks(rig, n, shape_for(n, d, torch.bfloat16), PeerOptions(blocks=1, threads=64))
     for number in range(3):
         off = set(rig.randint(0, n, (1 + number % 2,)).tolist())
         held, results, wants = _one_call(ranks, b, d)

@@ -31,6 +31,7 @@ __all__ = ["MOST_BLOCKS", "FusedCall", "FusedPeer", "Places", "fused_bytes", "gr
 MOST_BLOCKS = 2048  # of any launch: each has an epoch of its own
 _SLOTS = 2
 _HEADER_BYTES = 128
+_HEADER_THREADS = 32  # of each block, which have no rows
 _LAUNCHES_KEPT = 64
 _SENTINEL = 0xFF  # in every byte of a payload that nobody has sent
 _DEADLINE_UNIT_S = 2**20 * 1e-9
@@ -93,7 +94,8 @@ def grid_of(vectors: int, resident: dict[int, int], sms: int, sharing: int, opti
     most = max(1, min(MOST_BLOCKS, resident[threads] * sms // sharing))
     if options.blocks is not None:
         most = min(most, options.blocks)
-    return max(1, min(most, -(-vectors // (threads * (options.vectors_per_thread or 1))))), threads
+    workers = threads - _HEADER_THREADS
+    return max(1, min(most, -(-vectors // (workers * (options.vectors_per_thread or 1))))), threads
 
 
 class FusedPeer:

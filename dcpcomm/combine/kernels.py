@@ -79,9 +79,12 @@ def tile(columns: int, rows: int, most_blocks: int) -> tuple[int, int, int, int]
     return max(1, min(down, most_blocks // across)), across, wide, tall
 
 
-def fused_threads(ranks: int) -> tuple[int, ...]:
-    """Threads that a block of the fused kernel may have: fewer where what waits for many ranks takes many registers."""
-    return (32, 64, 128, 256) if 8 < ranks <= MOST_TEMPLATED_RANKS else (32, 64, 128, 256, 512)
+def fused_threads(ranks: int, vectors: bool) -> tuple[int, ...]:
+    """Threads that a block of the fused kernel may have, by whether it moves 16 bytes at a time: fewer where what waits
+    for many ranks takes many registers. Its launch bounds say the same.
+    """
+    many = (8 if vectors else 4) < ranks <= MOST_TEMPLATED_RANKS
+    return (64, 128, 256) if many else (64, 128, 256, 512)
 
 
 def put_grid(nbytes: int, peers: int, processors: int) -> tuple[int, int, int, int]:
@@ -176,10 +179,10 @@ class Kernels:
                 found = self._load(self.fused_source, ["fused_1", "fused_16"], self._ranks, **more)
                 functions = found["fused_1"], found["fused_16"]
                 module = self._loaded[-1][0]
-                sizes = fused_threads(self._ranks)
-                resident = tuple(
-                    {threads: module.resident_blocks(one, threads) for threads in sizes} for one in functions
-                )
+                resident = [
+                    {n: module.resident_blocks(one, n) for n in fused_threads(self._ranks, bool(by_16))}
+                    for by_16, one in enumerate(functions)
+                ]
                 self._fused[key] = FusedKernels(functions, (resident[0], resident[1]))
             return self._fused[key]
 

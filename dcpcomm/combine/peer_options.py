@@ -20,7 +20,9 @@ class PeerOptions(BaseModel):
     blocks: Annotated[int, Field(gt=0, le=2048)] | None = Field(
         None, description="fused: blocks of a launch at the most; by default as many as the work has and may wait"
     )
-    threads: Literal[32, 64, 128, 256, 512] | None = Field(None, description="fused: threads of a block")
+    threads: Literal[64, 128, 256, 512] | None = Field(
+        None, description="fused: threads of a block, of which 32 look after headers"
+    )
     vectors_per_thread: Annotated[int, Field(gt=0, le=1024)] | None = Field(
         None, description="fused: vectors of 16 bytes that a thread merges one after another, at the least"
     )

@@ -10,9 +10,12 @@
 constexpr int DTYPE = KERNEL_DTYPE;
 constexpr int ITEM = Element<DTYPE>::BYTES;
 constexpr int N = KERNEL_RANKS;
+constexpr u32 WARP = 32;
+constexpr i32 AT_ENTRY = N < 8 ? N : 8;  // ranks whose poison is looked for beside the first loads
 constexpr u32 AT_ONCE = N > 8 ? 8 : N > 1 ? N - 1 : 1;  // loads for how many peers are under way at once
-// Threads of a block at the most: what waits for many ranks at once takes many registers.
-constexpr u32 THREADS = N > 8 ? 256 : 512;
+// Threads of a block at the most: what waits for many ranks at once takes many registers. See kernels.py's `fused_threads`.
+constexpr u32 THREADS_16 = N > 8 ? 256 : 512;
+constexpr u32 THREADS_1 = N > 4 ? 256 : 512;
 constexpr u32 RESIDENT = N == 2 && __CUDA_ARCH__ >= 900 ? 2 : 1;  // such blocks on a multiprocessor
 constexpr u32 PATIENCE = 64;                            // looks at what it waits for before it looks around
 
@@ -29,6 +32,8 @@ __device__ __forceinline__ Place place_of(const FusedParams &p, u32 index) {
     at.h = at.row - at.t * (HEADS ? HEADS : p.heads);
     return at;
 }
+
+__device__ __forceinline__ u32 peers_of(const FusedParams &p) { return (N ? N : p.ranks) - 1; }
 
 // ---------------------------------------------------------------- this rank's rows
 
@@ -69,24 +74,26 @@ __device__ __forceinline__ void scatter(const FusedParams &p, const Place &at, c
 
 // ---------------------------------------------------------------- sending
 
+// One vector of what goes to the peers from `first` on, as many as AT_ONCE. In two parts: all loads, then what they decide.
 template <bool ALIGNED>
-__device__ __forceinline__ void send(const FusedParams &p, const Now &now, u32 index) {
-    if (p.kind != KIND_ROWS) return;
-    const Place at = place_of(p, index);
-    const u32 peers = (N ? N : p.ranks) - 1;
-    for (u32 first = 0; first < peers; first += AT_ONCE) {
-        Vector v[AT_ONCE];
-        u32 bits[AT_ONCE];
+struct Outgoing {
+    Vector v[AT_ONCE];
+    u32 bits[AT_ONCE];
+
+    __device__ __forceinline__ void load(const FusedParams &p, const Place &at, u32 first) {
 #pragma unroll
         for (u32 i = 0; i < AT_ONCE; i++)
-            if (first + i < peers) {
+            if (first + i < peers_of(p)) {
                 const u32 n = peer_at(p, first + i);
                 bits[i] = lse_bits(p, at, n);
                 v[i] = gather<ALIGNED>(p, at, n);
             }
+    }
+
+    __device__ __forceinline__ void store(const FusedParams &p, const Now &now, const Place &at, u32 index, u32 first) {
 #pragma unroll
         for (u32 i = 0; i < AT_ONCE; i++) {
-            if (first + i >= peers) continue;
+            if (first + i >= peers_of(p)) continue;
             const u32 n = peer_at(p, first + i);
             const float lse = lse_of(p, at, n, bits[i]);
             const u64 slot = base_of<N>(p, n) + now.slot;
@@ -100,7 +107,15 @@ __device__ __forceinline__ void send(const FusedParams &p, const Now &now, u32 i
                 store_relaxed(lse_at(p, slot, p.rank, at.row), stamped((u32)__float_as_int(lse), now.epoch));
         }
     }
-}
+
+    // To all peers. `loaded`: the first are.
+    __device__ __forceinline__ void send(const FusedParams &p, const Now &now, const Place &at, u32 index, bool loaded) {
+        for (u32 first = 0; first < peers_of(p); first += AT_ONCE) {
+            if (first || !loaded) load(p, at, first);
+            store(p, now, at, index, first);
+        }
+    }
+};
 
 // ---------------------------------------------------------------- receiving
 
@@ -215,7 +230,7 @@ struct Receive<ALIGNED, 0> {
                                               Merged &merged) {
         const Place at = place_of(p, index);
         const u64 slot = own + now.slot;
-        for (u32 i = 0; i < p.ranks - 1; i++) {
+        for (u32 i = 0; i < peers_of(p); i++) {
             const u64 word = lse_at(p, slot, peer_at(p, i), at.row);
             const u32 trouble = await(p, now, own, i, since, [&] { return stamp_of(load_relaxed(word)) == now.epoch; });
             if (trouble > CALLED_OFF) return trouble;
@@ -249,10 +264,10 @@ struct Receive<ALIGNED, 0> {
     }
 };
 
-// Every block looks at every header: where one differs, none answers.
+// By one warp of every block, while the others wait for rows: where a header differs, no block answers.
 __device__ __forceinline__ u32 await_headers(const FusedParams &p, const Now &now, u64 own, u32 &since) {
     u32 all = FINE;
-    for (u32 i = threadIdx.x; i < p.ranks - 1 && all <= CALLED_OFF; i += blockDim.x) {
+    for (u32 i = threadIdx.x % WARP; i < peers_of(p) && all <= CALLED_OFF; i += WARP) {
         const u64 at = header_at(p, own + now.slot, peer_at(p, i));
         u32 why = FINE;
         const u32 trouble = await(p, now, own, i, since, [&] { return header_came(p, now, at, why); });
@@ -296,52 +311,68 @@ __device__ __forceinline__ void fused(const FusedParams &p) {
     Now now;
     now.epoch = load_relaxed_u32(p.epochs + (u64)blockIdx.x * 4) + 1;
     now.slot = (now.epoch & 1) * p.slot_stride;
-    u32 since = 0;
-    // Given up in an earlier call: nothing is sent any more. In this one or a later: sent, or peers would miss the header; but
-    // whoever comes so late isn't answered either.
-    u32 trouble = FINE, told = FINE;
-    for (u32 n = 0; n < (N ? N : p.ranks); n++) {
-        const u64 word = load_relaxed(poison_at(p, own, n));
-        if (word) told = GIVEN_UP;
-        if (word && (i32)(stamp_of(word) - now.epoch) < 0) trouble = GIVEN_UP;
-    }
-    if (blockIdx.x == 0 && !trouble) send_headers<N>(p, now);
-    const bool leads = blockIdx.x == 0 && threadIdx.x == 0;
-    u64 ordinal = 0;
-    if (leads) {
-        if (p.ordinal) {
-            ordinal = load_relaxed(p.ordinal);
-            store_relaxed(p.ordinal, ordinal + 1);
-        }
-        if (p.progress) store_relaxed(p.progress, ordinal + 1);
-        if (told) was_given_up(p, now.epoch, own);
-    }
+    u32 poison[AT_ENTRY ? AT_ENTRY : 1];  // the epochs alone: 0 where there is none
+#pragma unroll
+    for (i32 n = 0; n < AT_ENTRY; n++) poison[n] = load_relaxed_u32(poison_at(p, own, n) + 4);
 
-    const u32 total = p.row_count * (KERNEL_VECTORS ? KERNEL_VECTORS : p.vectors);
-    const u32 step = gridDim.x * blockDim.x;
-    u32 index = blockIdx.x * blockDim.x + threadIdx.x;
-    if (index < total && !trouble) send<ALIGNED>(p, now, index);
+    // The last warp of a block has no rows. Its part, the headers, is done beside the others', not before or after it.
+    const u32 workers = blockDim.x - WARP;
+    const bool works = threadIdx.x < workers;
+    const bool leads = blockIdx.x == 0 && threadIdx.x == workers;
+    const u32 total = works ? p.row_count * (KERNEL_VECTORS ? KERNEL_VECTORS : p.vectors) : 0;
+    const u32 step = gridDim.x * workers;
+    u32 index = works ? blockIdx.x * workers + threadIdx.x : 0;
+    Outgoing<ALIGNED> outgoing;
+    const bool sends = p.kind == KIND_ROWS;
+    if (index < total && sends) outgoing.load(p, place_of(p, index), 0);
+
+    // Given up in an earlier call: nothing is sent any more. In this one or a later: sent, or peers would miss the header; but
+    // whoever comes so late isn't answered either. All above is on its way by now.
+    u32 trouble = FINE, told = FINE;
+    const auto heed = [&](u32 since) {
+        if (since) told = GIVEN_UP;
+        if (since && (i32)(since - now.epoch) < 0) trouble = GIVEN_UP;
+    };
+#pragma unroll
+    for (i32 n = 0; n < AT_ENTRY; n++) heed(poison[n]);
+    for (u32 n = AT_ENTRY; n < (N ? N : p.ranks); n++) heed(load_relaxed_u32(poison_at(p, own, n) + 4));
+    u64 ordinal = 0;
+    if (works) {
+        if (index < total && sends && !trouble) outgoing.send(p, now, place_of(p, index), index, true);
+    } else if (blockIdx.x == 0) {
+        if (!trouble) send_headers<N>(p, now);
+        if (leads) {
+            if (p.ordinal) {
+                ordinal = load_relaxed(p.ordinal);
+                store_relaxed(p.ordinal, ordinal + 1);
+            }
+            if (p.progress) store_relaxed(p.progress, ordinal + 1);
+            if (told) was_given_up(p, now.epoch, own);
+        }
+    }
     trouble |= told;
+
+    u32 since = 0;
     do {
-        if (index + step < total && trouble <= CALLED_OFF) send<ALIGNED>(p, now, index + step);
+        const u32 next = index + step;
+        if (next < total && sends && trouble <= CALLED_OFF) outgoing.send(p, now, place_of(p, next), next, false);
         Merged merged;
         if (index < total && trouble <= CALLED_OFF) trouble |= Receive<ALIGNED, N>::row(p, now, own, index, since, merged);
-        if (index < step) {
-            // In the first tile, so every thread comes here exactly once; after its wait, not to wait for the headers first.
-            if (trouble <= CALLED_OFF) trouble |= await_headers(p, now, own, since);
+        if (index < step) {  // in the first tile, where every thread comes once
+            if (!works && trouble <= CALLED_OFF) trouble |= await_headers(p, now, own, since);
             if (__syncthreads_or(trouble)) {
                 trouble |= CALLED_OFF;
                 if (__syncthreads_or(trouble > CALLED_OFF)) trouble |= GIVEN_UP;
             }
             // All have read this block's epoch; with it, its share of those of blocks that this launch lacks.
-            for (u32 at = blockIdx.x + threadIdx.x * gridDim.x; at < p.most_blocks; at += step)
+            for (u32 at = blockIdx.x + threadIdx.x * gridDim.x; at < p.most_blocks; at += gridDim.x * blockDim.x)
                 *(u32 *)(p.epochs + (u64)at * 4) = now.epoch;
             if (leads) {
                 if (trouble) record_headers(p, now, own, ordinal);
                 if (p.progress) store_relaxed(p.progress + 8, ordinal + 1);
             }
         }
-        if (index < total && p.kind == KIND_ROWS) {
+        if (index < total && sends) {
             const Place at = place_of(p, index);
             Vector v;
 #pragma unroll
@@ -351,11 +382,15 @@ __device__ __forceinline__ void fused(const FusedParams &p) {
             if (p.out_lse && at.vector == 0)
                 ((float *)p.out_lse)[at.row] = !trouble ? merged.lse : __int_as_float(-1);
         }
-        index += step;
+        index = next;
     } while (index < total);
     if (KERNEL_STRICT) __threadfence_system();
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) fused_16(const __grid_constant__ FusedParams p) { fused<true>(p); }
+extern "C" __global__ void __launch_bounds__(THREADS_16, RESIDENT) fused_16(const __grid_constant__ FusedParams p) {
+    fused<true>(p);
+}
 
-extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) fused_1(const __grid_constant__ FusedParams p) { fused<false>(p); }
+extern "C" __global__ void __launch_bounds__(THREADS_1, RESIDENT) fused_1(const __grid_constant__ FusedParams p) {
+    fused<false>(p);
+}

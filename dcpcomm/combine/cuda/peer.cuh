@@ -52,10 +52,10 @@ __device__ __forceinline__ u32 header_word(const FusedParams &p, u32 i) {
     return i == 0 ? p.tag : i == 1 ? p.tokens : i == 2 ? p.chunk : p.width | (p.kind ? KIND_BIT : 0);
 }
 
-// By one block, to every peer and in every call: also one that was called off is a call to them.
+// By one warp, to every peer and in every call: also one that was called off is a call to them.
 template <int N>
 __device__ __forceinline__ void send_headers(const FusedParams &p, const Now &now) {
-    for (u32 n = threadIdx.x; n < p.ranks; n += blockDim.x) {
+    for (u32 n = threadIdx.x % 32; n < p.ranks; n += 32) {
         if (n == p.rank) continue;
         const u64 to = header_at(p, base_of<N>(p, n) + now.slot, p.rank);
         for (u32 i = 0; i < 4; i++) store_relaxed(to + 8 * i, stamped(header_word(p, i), now.epoch));
