@@ -29,7 +29,7 @@ _POISON_LOADS = (
     "#pragma unroll\n    for (i32 n = 0; n < AT_ENTRY; n++) poison[n] = load_relaxed_u32(poison_at(p, own, n) + 4);\n"
 )
 _SLOW_PATH = "            const u64 seen = look_around<N>(p, now, own, 0, pending, since);\n"
-_COUNTS = "    const bool empty = row_is_empty(p.counts, p.counts.token0 + (i64)n * p.counts.token_n + (i64)at.t);\n"
+_COUNTS = "    return row_is_empty(p.counts, p.counts.token0 + (i64)n * p.counts.token_n + (i64)at.t);\n"
 _SENTINELS = """#pragma unroll
                 for (int w = 0; w < 4; w++) v[i].word[w] -= v[i].word[w] == SENTINEL;
 """
@@ -41,7 +41,7 @@ PARTS: dict[str, tuple[tuple[str, str], ...]] = {
     "headers": ((_WAIT, ""), (_SEND, "")),
     "poison": ((_POISON_LOADS, ""), (_POISON, "")),
     "deadline": ((_SLOW_PATH, "            const u64 seen = 0;\n"),),
-    "counts": ((_COUNTS, "    const bool empty = false;\n"),),
+    "counts": ((_COUNTS, "    return false;\n"),),
     "progress": (
         ("            if (p.progress) store_relaxed(p.progress, ordinal + 1);\n", ""),
         ("                if (p.progress) store_relaxed(p.progress + 8, ordinal + 1);\n", ""),

@@ -1,160 +1,19 @@
-"""The checks of the fused kernel: N virtual ranks whose memory is all on one device, one thread and stream each."""
+"""The checks of the fused kernel: what good calls answer, and what they leave."""
 
 from __future__ import annotations
 
-import contextlib
 import random
 import time
-from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
-import pytest
 import torch
 
-from dcpcomm.combine.cuda_engine import CudaEngine
-from dcpcomm.combine.engine import Layout, Partials, by_destination
-from dcpcomm.combine.fused import FusedPeer, fused_bytes, places_of
-from dcpcomm.combine.params import combine_params
+from dcpcomm.combine.engine import Layout, Partials
 from dcpcomm.combine.peer_options import PeerOptions
-from dcpcomm.combine.wire import KIND_CANCELLED, Header
-from dcpcomm.errors import TransportTimeout
-from dcpcomm.rows import RowCounts, clean_lse
-from dcpcomm.transport import MergeShape, PeerBuffers
+from dcpcomm.rows import RowCounts
+from tests.fused_rig import Ranks, assert_right, canonical, header_of, one_call, shape_for
 from tests.kernel_rig import DTYPES, POISON, Findings, Rig, any_lse, bits, layouts, lse_layouts
 from tests.oracle import Case, judge
-from tests.world import in_threads
-
-__all__ = [
-    "check_absence",
-    "check_back_to_back",
-    "check_called_off",
-    "check_calls",
-    "check_grids_differ",
-    "check_mismatch",
-    "check_sentinels_travel",
-]
-
-
-DEADLINE_S = 5.0
-
-
-class Ranks:
-    """One merger's ranks, each with memory, kernel state and records of its own.
-
-    Args:
-        options: of every rank, or by rank.
-    """
-
-    def __init__(
-        self,
-        rig: Rig,
-        n: int,
-        shape: MergeShape,
-        *options: PeerOptions,
-        deadline_s: float | None = None,
-        generic: bool = False,
-    ) -> None:
-        self.rig, self.n, self.shape = rig, n, shape
-        self.kernels = rig.kernels(shape.dtype, n, generic)
-        self.places = places_of(shape, n)
-        size = fused_bytes(shape, n)
-        self.memory = torch.full((n, size), POISON, dtype=torch.uint8, device=rig.device)
-        self.ordinals = torch.zeros((n, shape.channels), dtype=torch.int64, device=rig.device)
-        self.peers: list[FusedPeer] = []
-        self.engines: list[CudaEngine] = []
-        for rank in range(n):
-            group: Any = SimpleNamespace(
-                rank=rank, size=n, peers=[peer for peer in range(n) if peer != rank], max_sms=None,
-                exchange_timeout_s=deadline_s or DEADLINE_S,
-            )  # fmt: skip
-            buffers = PeerBuffers(self.memory[rank], list(self.memory), sharing=n)
-            mine = options[rank % len(options)] if options else PeerOptions()
-            self.peers.append(FusedPeer(group, shape, buffers, self.kernels, mine))
-            engine = CudaEngine(shape, rank, n, self.kernels)
-            engine.ordinals = self.ordinals[rank]
-            self.engines.append(engine)
-        self.streams = [torch.cuda.Stream(rig.device) for _ in range(n)] if rig.device.type == "cuda" else None
-        rig.sync()
-
-    def together(self, call: Callable[[int], Any], ranks: Any = None) -> list[Any]:
-        """`call(rank)` on a thread and stream of each of `ranks` (all), and what each returned once all is done."""
-
-        def one(rank: int) -> Any:
-            with torch.cuda.stream(self.streams[rank]) if self.streams else contextlib.nullcontext():
-                return call(rank)
-
-        ranks = range(self.n) if ranks is None else ranks
-        results = in_threads(*(lambda rank=rank: one(rank) for rank in ranks))
-        self.rig.sync()
-        return results
-
-    def merge(
-        self,
-        rank: int,
-        partials: Partials,
-        out: torch.Tensor,
-        out_lse: torch.Tensor | None,
-        header: Header,
-        channel: int = 0,
-    ) -> None:
-        t = self.shape.result_rows(header.tokens, self.n)[0]
-        layout = Layout(
-            header.tokens, t, header.width, partials.out.stride(), partials.lse.stride(), partials.lse.dtype
-        )
-        call = self.peers[rank].call(self.engines[rank], channel, layout)
-        call.merge(partials, 0, header, out, out_lse)
-
-    def call_off(self, rank: int, header: Header, channel: int = 0) -> None:
-        h, d = self.shape.num_heads, header.width
-        t = self.shape.result_rows(header.tokens, self.n)[0]
-        layout = Layout(header.tokens, t, d, (h * d, d, 1), (h, 1), torch.float32)
-        self.peers[rank].call(self.engines[rank], channel, layout).call_off(header._replace(kind=KIND_CANCELLED))
-
-    def room(self, tokens: int, width: int) -> tuple[torch.Tensor, torch.Tensor]:
-        rows = self.shape.result_rows(tokens, self.n)
-        return self.rig.poisoned((*rows, width), self.shape.dtype), self.rig.poisoned(rows, torch.float32)
-
-    def assert_ready(self, calls: int) -> None:
-        """All is as after a call that went well: no record, epochs advanced everywhere, every payload re-armed."""
-        places = self.places
-        for rank in range(self.n):
-            self.peers[rank].check(0)
-            assert self.engines[rank].failure(0) is None
-            mine = self.memory[rank].cpu()
-            for slot in range(2):
-                payload = mine[slot * places.slot_stride :][: places.lse_offset]
-                assert bool((payload == 0xFF).all()), f"rank {rank}, slot {slot}: not re-armed"
-            epochs = mine[places.epochs : places.table].view(torch.int32)
-            assert epochs.unique().tolist() == [calls], epochs.unique()
-            assert not bool(mine[places.poison_offset : places.shared].any())
-
-
-def canonical(
-    ranks: Ranks, outs: torch.Tensor, lses: list[torch.Tensor], counts: Any
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """By rank, what combine.cu makes of the same partials."""
-    rig, shape, n = ranks.rig, ranks.shape, ranks.n
-    clean = [clean_lse(lses[m], None if counts is None else counts[m] <= 0) for m in range(n)]
-    results = []
-    for rank in range(n):
-        rows = torch.stack([by_destination(outs[m], shape.scatter, n)[rank] for m in range(n)]).to(rig.device)
-        lse = torch.stack([by_destination(clean[m], shape.scatter, n)[rank] for m in range(n)]).to(rig.device)
-        t, h, d = rows.shape[1:]
-        out, out_lse = rig.poisoned((t, h, d), shape.dtype), rig.poisoned((t, h), torch.float32)
-        ranks.kernels.combine(rig.stream, combine_params(rows, lse, out, out_lse, shape.lse_base))
-        results.append((out, out_lse))
-    rig.sync()
-    return results
-
-
-def shape_for(n: int, d: int, dtype: torch.dtype, **other: Any) -> MergeShape:
-    given = {"max_tokens": 3 * n, "num_heads": 2 * n, "head_dim": d, "dtype": dtype, "lse_base": "e", **other}
-    return MergeShape(**given)
-
-
-def header_of(tokens: int, width: int, **other: Any) -> Header:
-    return Header(0, other.pop("tag", 0), tokens, other.pop("chunk", 0), width, **other)
 
 
 def check_calls(
@@ -212,7 +71,7 @@ def check_back_to_back(rig: Rig, n: int, d: int, rounds: int = 12, *options: Pee
     """Ranks that run ahead of each other, as far as the calls allow: nobody waits between one call and the next."""
     shape = shape_for(n, d, torch.bfloat16)
     ranks = Ranks(rig, n, shape, *options)
-    calls = [_one_call(ranks, 1 + number % shape.max_tokens, d) for number in range(rounds)]
+    calls = [one_call(ranks, 1 + number % shape.max_tokens, d) for number in range(rounds)]
     headers = [header_of(1 + number % shape.max_tokens, d, tag=number) for number in range(rounds)]
 
     def call(rank: int) -> None:
@@ -226,7 +85,7 @@ def check_back_to_back(rig: Rig, n: int, d: int, rounds: int = 12, *options: Pee
     findings = Findings()
     for number, (_, results, wants) in enumerate(calls):
         with findings.case(f"N={n} round {number}"):
-            _assert_right(results, wants)
+            assert_right(results, wants)
     findings.report()
     ranks.assert_ready(rounds)
 
@@ -257,119 +116,33 @@ def check_sentinels_travel(rig: Rig, n: int) -> None:
         ranks.assert_ready(1)
 
 
-def _one_call(ranks: Ranks, b: int, d: int) -> tuple[list[Partials], list[Any], Any]:
-    """Partials, room for results, and what those must be."""
-    rig, n, shape = ranks.rig, ranks.n, ranks.shape
-    outs = rig.randn(n, b, shape.num_heads, d, dtype=shape.dtype)
-    lses = rig.randn(n, b, shape.num_heads)
-    held = [Partials(outs[rank].to(rig.device), lses[rank].to(rig.device), None) for rank in range(n)]
-    results = [ranks.room(b, d) for _ in range(n)]
-    wants = canonical(ranks, outs, list(lses), None)
-    rig.sync()
-    return held, results, wants
-
-
-def _assert_right(results: Any, wants: Any) -> None:
-    for got, want in zip(results, wants, strict=True):
-        assert torch.equal(bits(got[0]), bits(want[0]))
-        assert torch.equal(bits(got[1]), bits(want[1]))
-
-
-def check_mismatch(rig: Rig, n: int, what: dict[str, int]) -> None:
-    """One rank comes to another call: every rank that met it names it, nobody gets an answer, now or later."""
-    b, d = 3, 64
-    ranks = Ranks(rig, n, shape_for(n, d, torch.bfloat16))
-    held, results, wants = _one_call(ranks, b, d)
-    ranks.together(lambda rank: ranks.merge(rank, held[rank], *results[rank], header_of(b, d)))
-    _assert_right(results, wants)
-    odd = int(rig.randint(0, n, (1,)))
-    own = header_of(b, d)
-    other = own._replace(**what)
-    held, results, _ = _one_call(ranks, b, d)
+def check_chunks(rig: Rig, n: int) -> None:
+    """Rows from a later one on, with the whole call's counts in both forms; many chunks by one call object."""
+    d, most = 64, 2
+    shape = shape_for(n, d, torch.bfloat16, max_tokens=most)
+    ranks = Ranks(rig, n, shape)
+    b = 4 * most
+    outs, lses = rig.randn(n, b, shape.num_heads, d, dtype=shape.dtype), rig.randn(n, b, shape.num_heads)
+    counts = rig.randint(0, 2, (n, b))
+    starts = torch.arange(b + 1, dtype=torch.int32, device=rig.device)
+    given = [
+        RowCounts(counts[rank].to(rig.device)) if rank % 2
+        else RowCounts(None, counts[rank].to(rig.device), starts)
+        for rank in range(n)
+    ]  # fmt: skip
+    held = [Partials(outs[rank].to(rig.device), lses[rank].to(rig.device), given[rank]) for rank in range(n)]
+    results = [(rig.poisoned((b, 2, d), shape.dtype), rig.poisoned((b, 2), torch.float32)) for _ in range(n)]
+    wants = canonical(ranks, outs, list(lses), counts)
 
     def call(rank: int) -> None:
-        header = other if rank == odd else own
-        mine, out, lse = held[rank], *results[rank]
-        if header.tokens != b:
-            mine = Partials(mine.out[: header.tokens], mine.lse[: header.tokens], None)
-            out, lse = out[: header.tokens], lse[: header.tokens]
-        ranks.merge(rank, mine, out, lse, header)
+        layout = Layout(b, most, d, held[rank].out.stride(), held[rank].lse.stride(), torch.float32)
+        one = ranks.peers[rank].call(ranks.engines[rank], 0, layout)
+        for chunk in range(b // most):
+            part = slice(chunk * most, chunk * most + most)
+            header = header_of(b, d, chunk=chunk)
+            one.merge(held[rank], part.start, header, results[rank][0][part], results[rank][1][part])
 
+    rig.sync()
     ranks.together(call)
-    for rank in range(n):
-        rows = other.tokens if rank == odd else b
-        out, lse = results[rank]
-        assert bool(torch.isnan(out[:rows]).all()), f"rank {rank} was answered"
-        assert bool(torch.isnan(lse[:rows]).all())
-        failure = ranks.engines[rank].failure(0)
-        assert failure is not None, f"rank {rank} noted nothing"
-        assert failure.mine == (other if rank == odd else own)._replace(ordinal=1)
-        came = [Header.from_words(words) for words in failure.came]
-        for source in range(n):
-            if source == rank or (rank != odd and source == odd):
-                assert came[source] == (other if source == odd else own)._replace(ordinal=1), came
-    _, results, _ = _one_call(ranks, b, d)
-    ranks.together(lambda rank: ranks.merge(rank, held[rank], *results[rank], own))
-    assert all(bool(torch.isnan(out).all()) for out, _ in results), "a spent channel answered"
-
-
-def check_called_off(rig: Rig, n: int) -> None:
-    """A rank has no rows: its peers are told, and get no answer; the next call is right for all."""
-    b, d = 3 * n, 64
-    ranks = Ranks(rig, n, shape_for(n, d, torch.bfloat16), PeerOptions(blocks=1, threads=64))
-    for number in range(3):
-        off = set(rig.randint(0, n, (1 + number % 2,)).tolist())
-        held, results, wants = _one_call(ranks, b, d)
-        header = header_of(b, d, tag=number)
-
-        def call(rank: int, off: Any = off, held: Any = held, results: Any = results, header: Any = header) -> None:
-            if rank in off:
-                ranks.call_off(rank, header)
-            else:
-                ranks.merge(rank, held[rank], *results[rank], header)
-
-        ranks.together(call)
-        for rank in range(n):
-            ranks.peers[rank].check(0)
-            failure = ranks.engines[rank].failure(0)
-            if rank in off:
-                assert failure is None, "whoever called it off has told its caller already"
-                continue
-            assert bool(torch.isnan(results[rank][0]).all()), f"rank {rank} was answered"
-            assert failure is not None
-            kinds = {source for source in range(n) if Header.from_words(failure.came[source]).kind == KIND_CANCELLED}
-            assert kinds == off
-            ranks.engines[rank].settle(0)
-        held, results, wants = _one_call(ranks, b, d)
-        ranks.together(lambda rank, held=held, results=results: ranks.merge(  # type: ignore[misc]
-            rank, held[rank], *results[rank], header_of(b, d)
-        ))  # fmt: skip
-        _assert_right(results, wants)
-        ranks.assert_ready(2 * number + 2)
-
-
-def check_absence(rig: Rig, n: int, missing: int) -> None:
-    """One rank doesn't come: the others name it, in time; neither they nor that rank get answers any more."""
-    b, d = 3, 64
-    ranks = Ranks(rig, n, shape_for(n, d, torch.bfloat16), deadline_s=0.2)
-    others = [rank for rank in range(n) if rank != missing]
-    held, results, wants = _one_call(ranks, b, d)
-    ranks.together(lambda rank: ranks.merge(rank, held[rank], *results[rank], header_of(b, d)))
-    _assert_right(results, wants)
-
-    def refused(some: list[int], names: bool) -> None:
-        _, results, _ = _one_call(ranks, b, d)
-        started = time.monotonic()
-        ranks.together(lambda rank: ranks.merge(rank, held[rank], *results[rank], header_of(b, d)), some)
-        assert time.monotonic() - started < 3.0
-        for rank in some:
-            assert bool(torch.isnan(results[rank][0]).all()), f"rank {rank} was answered"
-            assert bool(torch.isnan(results[rank][1]).all())
-            with pytest.raises(TransportTimeout) as told:
-                ranks.peers[rank].check(0)
-            assert not names or told.value.ranks == (missing,)
-
-    refused(others, names=True)
-    refused([missing], names=False)
-    refused(others, names=True)
-    assert all(peer.given_up for peer in ranks.peers)
+    assert_right(results, wants)
+    ranks.assert_ready(b // most)

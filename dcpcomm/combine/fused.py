@@ -18,7 +18,7 @@ from dcpcomm.combine.kernels import MOST_TEMPLATED_RANKS, FusedKernels, Kernels
 from dcpcomm.combine.params import MOST_ROWS, counts_of, divisor, lse_kind, row_unit, strides_of
 from dcpcomm.combine.structs import FusedParams
 from dcpcomm.combine.wire import KIND_CANCELLED, Header, payload_bytes
-from dcpcomm.errors import ShapeError
+from dcpcomm.errors import ShapeError, TransportUnavailable
 from dcpcomm.group import Group
 from dcpcomm.transport import MergeShape, PeerBuffers
 from dcpcomm.workspace import aligned
@@ -103,6 +103,7 @@ class FusedPeer:
 
     Raises:
         KernelsUnavailable, DCPCommError: the kernel can't be compiled here.
+        TransportUnavailable: what may wait at once doesn't fit on the GPU.
     """
 
     def __init__(
@@ -122,6 +123,12 @@ class FusedPeer:
         self.sharing = buffers.sharing * shape.channels
         #: By width, all of which are known beforehand: nothing is compiled later.
         self.kernels_for = {width: self._compiled(width) for width in shape.widths}
+        fewest = min(one[64] for found in self.kernels_for.values() for one in found.resident) * self.sms
+        if fewest < self.sharing:
+            raise TransportUnavailable(
+                f"{self.sharing} launches ({shape.channels} channels, {buffers.sharing} ranks on this GPU) may wait at "
+                f"once, and {fewest} blocks fit on {self.sms} multiprocessors; expected fewer channels, or more max_sms"
+            )
         with torch.inference_mode(False):
             for channel in range(shape.channels):
                 self._prepare(channel)
@@ -198,6 +205,7 @@ class FusedCall:
             self._ordinal = engine.ordinals[channel].data_ptr()
             self._progress = engine.records.progress[channel].data_ptr()
             self._headers = engine.records.memory[channel].data_ptr()
+        self._engine = engine
         self._launches: dict[Any, tuple[Launch, FusedParams]] = {}
 
     def merge(
@@ -223,7 +231,7 @@ class FusedCall:
         params.deadline = peer.deadline if peer.group.exchange_timeout_s == peer.limit else peer.take_deadline()
         if partials.counts is not None or params.counts.mode:
             params.counts = counts_of(partials.counts, start, self._token_n)
-        launch(topology.current_stream(peer.device))
+        launch(self._stream())
 
     def call_off(self, header: Header) -> None:
         """Tell the peers that this rank has no rows in this call, and take theirs."""
@@ -232,7 +240,11 @@ class FusedCall:
         params = self._params(h, t * h)
         params.kind = int(header.kind == KIND_CANCELLED)
         params.chunk, params.deadline = header.chunk, self._peer.take_deadline()
-        self._launch(params, aligned_rows=True)(topology.current_stream(self._peer.device))
+        self._launch(params, aligned_rows=True)(self._stream())
+
+    def _stream(self) -> int:
+        """The current one; an engine waits for it before memory is given back."""
+        return topology.current_stream(self._peer.device) if self._engine is None else self._engine.stream()
 
     def _bind(self, partials: Partials, start: int, out: torch.Tensor) -> tuple[Launch, FusedParams]:
         shape, n = self._peer.shape, self._peer.group.size

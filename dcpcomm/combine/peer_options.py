@@ -27,6 +27,8 @@ class PeerOptions(BaseModel):
         None, description="fused: vectors of 16 bytes that a thread merges one after another, at the least"
     )
     programmatic: bool = Field(
-        True, description="fused: the launch may overlap the end of the one before it, where the GPU can (sm_90)"
+        False,
+        description="fused: a launch may overlap the end of the one before it (sm_90 on); not with others' kernels in "
+        "between that do so and don't wait themselves",
     )
     strict: bool = Field(False, description="fused: with the fence that PTX asks for behind each call")

@@ -10,6 +10,7 @@ import torch
 from dcpcomm.combine.kernels import Kernels
 from dcpcomm.combine.peer_options import PeerOptions
 from tests import fused_checks as checks
+from tests import fused_trouble as trouble
 from tests.kernel_rig import DTYPES, Rig
 
 pytestmark = [
@@ -68,14 +69,38 @@ def test_a_payload_like_the_sentinel_arrives(rig: Rig, n: int) -> None:
 @pytest.mark.parametrize("what", [{"tag": 7}, {"tokens": 2}, {"chunk": 1}], ids=str)
 @pytest.mark.parametrize("n", [2, 4])
 def test_ranks_in_different_calls_name_each_other(rig: Rig, n: int, what: dict[str, int]) -> None:
-    checks.check_mismatch(rig, n, what)
+    trouble.check_mismatch(rig, n, what)
 
 
 @pytest.mark.parametrize("n", [2, 4, 8])
 def test_a_call_called_off_is_told_and_the_next_is_right(rig: Rig, n: int) -> None:
-    checks.check_called_off(rig, n)
+    trouble.check_called_off(rig, n)
 
 
 @pytest.mark.parametrize(("n", "missing"), [(2, 1), (4, 0), (8, 5)])
 def test_a_rank_that_does_not_come_is_named(rig: Rig, n: int, missing: int) -> None:
-    checks.check_absence(rig, n, missing)
+    trouble.check_absence(rig, n, missing)
+
+
+@pytest.mark.parametrize("n", [3, 8])
+def test_who_waits_is_told_when_another_gives_up(rig: Rig, n: int) -> None:
+    trouble.check_told_early(rig, n)
+
+
+def test_a_refused_call_sends_nothing(rig: Rig) -> None:
+    trouble.check_refused_calls_send_nothing(rig)
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_chunks_with_counts(rig: Rig, n: int) -> None:
+    checks.check_chunks(rig, n)
+
+
+@pytest.mark.parametrize("n", [2, 4])
+def test_rows_of_two_widths(rig: Rig, n: int) -> None:
+    trouble.check_widths_differ(rig, n)
+
+
+@pytest.mark.parametrize("what", [{"tokens": 2}, {"width": 128}], ids=str)
+def test_another_call_called_off(rig: Rig, what: dict[str, int]) -> None:
+    trouble.check_called_off_otherwise(rig, 3, what)

@@ -12,7 +12,7 @@ constexpr int ITEM = Element<DTYPE>::BYTES;
 constexpr int N = KERNEL_RANKS;
 constexpr u32 WARP = 32;
 constexpr i32 AT_ENTRY = N < 8 ? N : 8;  // ranks whose poison is looked for beside the first loads
-constexpr u32 AT_ONCE = N > 8 ? 8 : N > 1 ? N - 1 : 1;  // loads for how many peers are under way at once
+constexpr u32 AT_ONCE = N > 8 ? 4 : N > 1 ? N - 1 : 1;  // loads for how many peers are under way at once
 // Threads of a block at the most: what waits for many ranks at once takes many registers. See kernels.py's `fused_threads`.
 constexpr u32 THREADS_16 = N > 8 ? 256 : 512;
 constexpr u32 THREADS_1 = N > 4 ? 256 : 512;
@@ -55,9 +55,8 @@ __device__ __forceinline__ u32 lse_bits(const FusedParams &p, const Place &at, u
     return load_lse_bits(p.lse + (i64)n * p.lse_n + (i64)at.t * p.lse_t + (i64)at.h * p.lse_h, p.lse_kind);
 }
 
-__device__ __forceinline__ float lse_of(const FusedParams &p, const Place &at, u32 n, u32 bits) {
-    const bool empty = row_is_empty(p.counts, p.counts.token0 + (i64)n * p.counts.token_n + (i64)at.t);
-    return empty ? -INFINITY_F : lse_from_bits(bits, p.lse_kind);
+__device__ __forceinline__ bool is_empty(const FusedParams &p, const Place &at, u32 n) {
+    return row_is_empty(p.counts, p.counts.token0 + (i64)n * p.counts.token_n + (i64)at.t);
 }
 
 template <bool ALIGNED>
@@ -79,8 +78,10 @@ template <bool ALIGNED>
 struct Outgoing {
     Vector v[AT_ONCE];
     u32 bits[AT_ONCE];
+    u32 empty;  // by counts: bit i
 
     __device__ __forceinline__ void load(const FusedParams &p, const Place &at, u32 first) {
+        empty = 0;
 #pragma unroll
         for (u32 i = 0; i < AT_ONCE; i++)
             if (first + i < peers_of(p)) {
@@ -88,6 +89,13 @@ struct Outgoing {
                 bits[i] = lse_bits(p, at, n);
                 v[i] = gather<ALIGNED>(p, at, n);
             }
+        if (p.counts.mode == COUNTS_NONE) return;
+        bool one = false;
+        for (u32 i = 0; i < AT_ONCE && first + i < peers_of(p); i++) {
+            // The same row of the caller's for all peers, but where tokens are scattered.
+            if (i == 0 || p.counts.token_n) one = is_empty(p, at, peer_at(p, first + i));
+            empty |= (u32)one << i;
+        }
     }
 
     __device__ __forceinline__ void store(const FusedParams &p, const Now &now, const Place &at, u32 index, u32 first) {
@@ -95,7 +103,7 @@ struct Outgoing {
         for (u32 i = 0; i < AT_ONCE; i++) {
             if (first + i >= peers_of(p)) continue;
             const u32 n = peer_at(p, first + i);
-            const float lse = lse_of(p, at, n, bits[i]);
+            const float lse = empty >> i & 1 ? -INFINITY_F : lse_from_bits(bits[i], p.lse_kind);
             const u64 slot = base_of<N>(p, n) + now.slot;
             if (lse > -INFINITY_F) {
                 // A payload that looks like the sentinel is sent as the NaN next to it.
@@ -152,10 +160,12 @@ struct Receive {
         const Place at = place_of(p, index);
         const bool merges = p.kind == KIND_ROWS;
         u32 own_bits = 0;
+        bool own_empty = false;
         Vector own_row = {{0, 0, 0, 0}};
         if (merges) {  // on its way while the peers' rows are awaited
             own_bits = lse_bits(p, at, p.rank);
             own_row = gather<ALIGNED>(p, at, p.rank);
+            own_empty = is_empty(p, at, p.rank);
         }
         Vector v[PEERS];
         float lse[PEERS];
@@ -189,7 +199,7 @@ struct Receive {
         if (!merges) return FINE;
 
         // Selected by value: looked up by the rank's number, the arrays would be pushed out to memory.
-        const float own_lse = lse_of(p, at, p.rank, own_bits);
+        const float own_lse = own_empty ? -INFINITY_F : lse_from_bits(own_bits, p.lse_kind);
         float share[RANKS], top, total, inverse;
 #pragma unroll
         for (u32 n = 0; n < RANKS; n++) {
@@ -236,7 +246,8 @@ struct Receive<ALIGNED, 0> {
             if (trouble > CALLED_OFF) return trouble;
         }
         const bool merges = p.kind == KIND_ROWS;
-        const float own_lse = merges ? lse_of(p, at, p.rank, lse_bits(p, at, p.rank)) : -INFINITY_F;
+        const bool counted = merges && !is_empty(p, at, p.rank);
+        const float own_lse = counted ? lse_from_bits(lse_bits(p, at, p.rank), p.lse_kind) : -INFINITY_F;
         const auto lse_from = [&](u32 n) {
             if (n == p.rank) return own_lse;
             const u64 word = load_relaxed(lse_at(p, slot, n, at.row));
@@ -364,9 +375,8 @@ __device__ __forceinline__ void fused(const FusedParams &p) {
                 trouble |= CALLED_OFF;
                 if (__syncthreads_or(trouble > CALLED_OFF)) trouble |= GIVEN_UP;
             }
-            // All have read this block's epoch; with it, its share of those of blocks that this launch lacks.
-            for (u32 at = blockIdx.x + threadIdx.x * gridDim.x; at < p.most_blocks; at += gridDim.x * blockDim.x)
-                *(u32 *)(p.epochs + (u64)at * 4) = now.epoch;
+            // Whoever gives no answer has told why: a poison may come between two blocks' looks for it.
+            if (trouble > CALLED_OFF && threadIdx.x == 0) was_given_up(p, now.epoch, own);
             if (leads) {
                 if (trouble) record_headers(p, now, own, ordinal);
                 if (p.progress) store_relaxed(p.progress + 8, ordinal + 1);
@@ -384,6 +394,9 @@ __device__ __forceinline__ void fused(const FusedParams &p) {
         }
         index = next;
     } while (index < total);
+    // All have read this block's epoch before the barrier; with it, its share of those of blocks that this launch lacks.
+    for (u32 at = blockIdx.x + threadIdx.x * gridDim.x; at < p.most_blocks; at += gridDim.x * blockDim.x)
+        *(u32 *)(p.epochs + (u64)at * 4) = now.epoch;
     if (KERNEL_STRICT) __threadfence_system();
 }
 

@@ -74,8 +74,8 @@ __device__ __forceinline__ bool header_came(const FusedParams &p, const Now &now
     if (!came) return false;
     const bool off = value_of(word[3]) & KIND_BIT;
     bool same = value_of(word[1]) == p.tokens && value_of(word[2]) == p.chunk;
-    // Who called its call off knows its B, but neither its tag nor its width.
-    if (!off && !p.kind) same &= value_of(word[0]) == p.tag && value_of(word[3]) == p.width;
+    same &= (value_of(word[3]) & ~KIND_BIT) == p.width;
+    if (!off && !p.kind) same &= value_of(word[0]) == p.tag;  // who called its call off knows the rest of it
     trouble = !same ? DIFFERS : off ? CALLED_OFF : FINE;
     return true;
 }
@@ -136,10 +136,11 @@ __device__ __forceinline__ u64 look_around(const FusedParams &p, const Now &now,
     const u32 time = (u32)(nanoseconds() >> 20) | 1;
     if (!since) since = time;
     if (was_given_up(p, now.epoch, own)) return GIVEN_UP;
-    u32 off = 0, trouble = FINE;
+    u32 off = 0, here = 0, trouble = FINE;
     for (u32 i = 0; i < 32; i++) {
         u32 why;
         if (!(pending >> i & 1) || !header_came(p, now, header_at(p, own + now.slot, peer_at(p, first + i)), why)) continue;
+        here |= 1u << i;
         if (why == CALLED_OFF)
             off |= 1u << i;
         else
@@ -147,7 +148,9 @@ __device__ __forceinline__ u64 look_around(const FusedParams &p, const Now &now,
     }
     pending &= ~off;
     if (pending && !trouble && p.deadline && time - since > p.deadline) {
-        give_up<N>(p, now.epoch, first, pending);
+        // Who is in this call, and whose rows lack all the same, waits for somebody itself: not to be named while another can be.
+        const u32 absent = pending & ~here;
+        give_up<N>(p, now.epoch, first, absent ? absent : pending);
         trouble = MISSING;
     }
     return (u64)off << 32 | trouble;
