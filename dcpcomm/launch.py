@@ -138,7 +138,7 @@ class LocalRanks:
         while waiting:
             ready = wait(list(waiting.values()), timeout=max(0.0, deadline - time.monotonic()))
             if not ready:
-                self.close()
+                self.close(patience_s=0.0)  # they had their time
                 raise RankFailed(f"{what}: rank {_listed(waiting)} did not answer in time", tuple(waiting))
             for rank, pipe in [(r, p) for r, p in waiting.items() if p in ready]:
                 try:
