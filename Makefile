@@ -15,9 +15,9 @@ all: .venv/ready
 demo: .venv/ready
 	$(BIN)/dcpcomm demo
 
-# Two at a time, file by file: much of the time goes into waiting for processes to start and deadlines to pass.
+# Three at a time, file by file: much of the time goes into waiting for processes to start and deadlines to pass.
 test: .venv/ready
-	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
+	$(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 check: .venv/ready types
 	$(BIN)/ruff format --check .

@@ -1,14 +1,13 @@
 """Run a function on N ranks: local processes started here, or the ranks that torchrun already started.
 
-`LocalRanks` keeps its processes between calls, because starting one costs seconds (importing torch). The store that
-the ranks meet at lives in the parent, so that any rank, rank 0 included, may die without taking the others' meeting
-place along.
+`LocalRanks` keeps its processes between calls, because starting one costs seconds (importing torch). For the same
+reason one process, the starter, imports torch and forks the ranks from itself. The store that the ranks meet at lives
+in the parent, so that any rank, rank 0 included, may die without taking the others' meeting place along.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import importlib
 import importlib.util
 import multiprocessing
@@ -17,7 +16,6 @@ import os
 import pickle
 import signal
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -29,8 +27,11 @@ import torch
 import torch.distributed as dist
 
 from dcpcomm.errors import CallMismatch, DCPCommError, SelectionMismatch, TransportTimeout
+from dcpcomm.starter import CAN_FORK, die_with, exists, forked, interrupts_ignored, leave, no_main_reimport
 
 __all__ = ["LocalRanks", "RankFailed", "emit", "failure_of", "run_on_ranks", "under_torchrun"]
+
+_END_S = 5.0  # for a starter to end its ranks, before it is ended itself
 
 _event_sink: Callable[[Any], None] | None = None
 
@@ -65,30 +66,38 @@ class LocalRanks:
         if size < 1:
             raise ValueError(f"size={size}; expected at least 1 rank")
         self.size = size
-        self._processes: list[Any] = []
+        self._processes: list[Any] = []  # that started each rank, by rank: one for all, where it can fork them
         self._pipes: list[Connection] = []
+        self._pids: list[int] = []
         self._store = dist.TCPStore(
             "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=start_timeout_s)
         )
-        context = multiprocessing.get_context("spawn")
-        for rank in range(size):
-            ours, theirs = context.Pipe()
-            process = context.Process(
-                target=_serve,
-                args=(theirs, rank, size, self._store.port, os.getpid()),
-                daemon=True,
-                name=f"rank {rank}",
-            )
-            with _no_main_reimport(), _interrupts_ignored():
-                process.start()
-            theirs.close()
-            self._processes.append(process)
-            self._pipes.append(ours)
         try:
-            self._collect(time.monotonic() + start_timeout_s, None, "starting")
+            self._start()
+            self._pids = self._collect(time.monotonic() + start_timeout_s, None, "starting")
         except BaseException:
             self.close()
             raise
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        theirs: dict[int, Connection] = {}
+        for rank in range(self.size):
+            ours, theirs[rank] = context.Pipe()
+            self._pipes.append(ours)
+        for ranks in [range(self.size)] if CAN_FORK else [range(rank, rank + 1) for rank in range(self.size)]:
+            pipes = {rank: theirs[rank] for rank in ranks}
+            process = context.Process(
+                target=_start_ranks,
+                args=(pipes, self.size, self._store.port, os.getpid()),
+                daemon=True,
+                name=f"rank {_listed(ranks)}",
+            )
+            with no_main_reimport(), interrupts_ignored():
+                process.start()
+            self._processes += [process] * len(ranks)
+            for pipe in pipes.values():
+                pipe.close()
 
     def run(
         self,
@@ -129,16 +138,17 @@ class LocalRanks:
         while waiting:
             ready = wait(list(waiting.values()), timeout=max(0.0, deadline - time.monotonic()))
             if not ready:
-                self.close()
+                self.close(patience_s=0.0)  # they had their time
                 raise RankFailed(f"{what}: rank {_listed(waiting)} did not answer in time", tuple(waiting))
             for rank, pipe in [(r, p) for r, p in waiting.items() if p in ready]:
                 try:
                     kind, value = pickle.loads(pipe.recv_bytes())
-                except EOFError:
+                except (EOFError, OSError):  # nobody was left to say how it ended
                     self._processes[rank].join(5)
-                    code = self._processes[rank].exitcode
+                    kind, value = "ended", self._processes[rank].exitcode
+                if kind == "ended":
                     self.close()
-                    raise RankFailed(f"{what}: the process of rank {rank} ended with status {code}", (rank,)) from None
+                    raise RankFailed(f"{what}: the process of rank {rank} ended with status {value}", (rank,))
                 if kind == "event":
                     if on_event is not None:
                         on_event(rank, value)
@@ -159,13 +169,16 @@ class LocalRanks:
         for process in self._processes:
             process.join(max(0.0, deadline - time.monotonic()))
             if process.is_alive():
+                process.terminate()  # a starter ends its ranks, and then itself: none is left when this returns
+                process.join(_END_S)
+            if process.is_alive():
                 process.kill()
                 process.join()
-        self._pipes, self._processes = [], []
+        self._pipes, self._processes, self._pids = [], [], []
 
     @property
     def alive(self) -> bool:
-        return bool(self._processes) and all(p.is_alive() for p in self._processes)
+        return bool(self._pids) and all(p.is_alive() for p in self._processes) and all(map(exists, self._pids))
 
     def __enter__(self) -> LocalRanks:
         return self
@@ -219,11 +232,18 @@ def run_on_ranks(
     return gathered if rank == 0 else None
 
 
-def _serve(pipe: Connection, rank: int, size: int, port: int, parent: int) -> None:
+def _start_ranks(pipes: dict[int, Connection], size: int, port: int, parent: int) -> None:
+    """What a process of `LocalRanks` runs: it is one rank, or the starter of several."""
+    die_with(parent)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for rank, pipe in (forked(pipes) if len(pipes) > 1 else pipes).items():
+        _serve(pipe, rank, size, port)
+    leave()
+
+
+def _serve(pipe: Connection, rank: int, size: int, port: int) -> None:
     """The life of one rank's process: meet the others, then run what comes through the pipe until it closes."""
     global _event_sink
-    _die_with(parent)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
     dist.init_process_group("gloo", store=dist.PrefixStore("world", store), rank=rank, world_size=size)
@@ -233,7 +253,7 @@ def _serve(pipe: Connection, rank: int, size: int, port: int, parent: int) -> No
             pipe.send_bytes(pickle.dumps((kind, value)))
 
     _event_sink = lambda event: send("event", event)  # noqa: E731
-    send("result", None)
+    send("result", os.getpid())
     while True:
         try:
             call = pipe.recv_bytes()
@@ -276,14 +296,6 @@ def _found(module: str, name: str) -> Callable[..., Any]:
     return operator.attrgetter(name)(known)  # type: ignore[no-any-return]
 
 
-def _die_with(parent: int) -> None:
-    """Have the kernel end this process when its parent ends, so that nothing is left behind."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL)
-    if os.getppid() != parent:
-        sys.exit(1)
-
-
 def _picklable(error: BaseException) -> BaseException | None:
     try:
         return pickle.loads(pickle.dumps(error))  # type: ignore[no-any-return]
@@ -293,32 +305,3 @@ def _picklable(error: BaseException) -> BaseException | None:
 
 def _listed(ranks: Any) -> str:
     return ", ".join(str(r) for r in sorted(ranks))
-
-
-@contextlib.contextmanager
-def _interrupts_ignored() -> Any:
-    """Have a process that is started meanwhile ignore Ctrl-C from its first instruction: ending it is our business."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
-@contextlib.contextmanager
-def _no_main_reimport() -> Any:
-    """Keep `spawn` from importing the parent's __main__ again in every rank: it may be a console script, or pytest."""
-    main = sys.modules["__main__"]
-    spec, file = getattr(main, "__spec__", None), getattr(main, "__file__", None)
-    main.__spec__ = None
-    if file is not None:
-        del main.__file__
-    try:
-        yield
-    finally:
-        main.__spec__ = spec
-        if file is not None:
-            main.__file__ = file

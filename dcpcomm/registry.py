@@ -130,7 +130,7 @@ def registered_transports() -> dict[str, TransportEntry]:
         owner, version = _owner(point)
         entry = TransportEntry(point.name, point.value, f"{owner} {version}".strip(), _blocked(point.name, owner))
         claims.setdefault(point.name, []).append(entry)
-    for name, target in _by_call.items():
+    for name, target in list(_by_call.items()):  # a copy: other threads, too, may register
         claims.setdefault(name, []).append(TransportEntry(name, target, BY_CALL))
     return {name: _only(claims[name]) for name in sorted(claims)}
 

@@ -14,11 +14,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+# Workers, their ranks and what they start share few cores: matrices this small only wait for more threads.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import torch
 
 # Last, so that `import dcpcomm` finds what is installed, and not the source folder beside this one.
 sys.path.append(str(Path(__file__).resolve().parent.parent))
 
+from tests.nursery import Nursery
 from tests.world import ProcessPool, World
 
 _SEED = int(os.environ.get("DCPCOMM_TEST_SEED") or secrets.randbelow(2**31))
@@ -63,6 +68,13 @@ def pool() -> Iterator[ProcessPool]:
     pool = ProcessPool()
     yield pool
     pool.close()
+
+
+@pytest.fixture(scope="session")
+def nursery() -> Iterator[Nursery]:
+    nursery = Nursery()
+    yield nursery
+    nursery.close()
 
 
 @pytest.fixture(params=ALL, ids=_name)

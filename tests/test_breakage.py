@@ -12,7 +12,7 @@ import dcpcomm
 from dcpcomm.launch import LocalRanks, RankFailed, emit
 from dcpcomm.testing import LoopbackWorld
 from tests.oracle import Case, judge, make_case
-from tests.world import Raised, World, meet, merger_for, outcome, rank_of
+from tests.world import AT_ONCE_S, Raised, World, meet, merger_for, outcome, rank_of
 
 
 def values(group: Any, step: int) -> torch.Tensor:
@@ -233,7 +233,7 @@ def test_a_partial_without_rows_is_told_to_the_peers(rng: torch.Generator) -> No
     assert "ShapeError" in answers[1][0].kinds
     assert "CallMismatch" in answers[0][0].kinds
     assert "rank 1" in answers[0][0].text
-    assert answers[0][0].seconds < 5
+    assert answers[0][0].seconds < AT_ONCE_S
 
 
 def resets_alone(group: Any, case: Case) -> Any:
@@ -251,5 +251,4 @@ def test_after_a_reset_that_failed_no_call_is_made(rng: torch.Generator) -> None
     failed, merged = LoopbackWorld(2, "cpu").run(resets_alone, case)[0]
     assert "TransportTimeout" in failed.kinds
     assert failed.ranks == (1,)
-    assert "carries no call until reset()" in merged.text
-    assert merged.seconds < 0.5
+    assert "carries no call until reset()" in merged.text, "it waited for a peer"

@@ -4,27 +4,33 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from tests.nursery import Nursery
+
 SMALL = ["--device", "cpu", "--max-tokens", "4", "--num-heads", "4", "--head-dim", "64"]
 
 
-def dcpcomm(*words: str, status: int = 0, cache: Path | None = None) -> str:
-    environment = {**os.environ, "COLUMNS": "200"}
-    if cache is not None:
-        environment["DCPCOMM_CACHE_DIR"] = str(cache)
-    command = [sys.executable, "-m", "dcpcomm", *words]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=110)
-    assert done.returncode == status, done.stdout + done.stderr
-    assert "Traceback" not in done.stderr
-    return done.stdout if status != 2 else done.stderr
+Command = Callable[..., str]
 
 
-def test_explain_says_what_and_why() -> None:
+@pytest.fixture
+def dcpcomm(nursery: Nursery, tmp_path: Path) -> Command:
+    def run(*words: str, status: int = 0) -> str:
+        """What it prints; where that is no fine ending, as an error."""
+        environment = {**os.environ, "COLUMNS": "200", "DCPCOMM_CACHE_DIR": str(tmp_path)}
+        done = nursery.python("-m", "dcpcomm", *words, environment=environment).wait()
+        assert done.returncode == status, done.stdout + done.stderr
+        assert "Traceback" not in done.stderr
+        return done.stderr if status else done.stdout
+
+    return run
+
+
+def test_explain_says_what_and_why(dcpcomm: Command) -> None:
     said = dcpcomm("explain", *SMALL, "--v-head-dim", "32")
     assert "gloo_a2a: in use, verified" in said
     assert "loopback: fell at check on rank 0" in said
@@ -34,7 +40,7 @@ def test_explain_says_what_and_why() -> None:
     assert facts["fallen"]["loopback"]["stage"] == "check"
 
 
-def test_explain_fails_where_nothing_can_serve(tmp_path: Path) -> None:
+def test_explain_fails_where_nothing_can_serve(dcpcomm: Command, tmp_path: Path) -> None:
     config = tmp_path / "none.yaml"
     config.write_text("transport: loopback\n")
     dcpcomm("explain", *SMALL, "--config", str(config), status=1)
@@ -49,18 +55,12 @@ def test_explain_fails_where_nothing_can_serve(tmp_path: Path) -> None:
         (["explain", "--config", "nowhere.yaml"], "nowhere.yaml"),
     ],
 )
-def test_wrong_usage_is_told_in_one_line(words: list[str], said: str) -> None:
-    status = 1 if "--device" in words else 2
-    environment_line = subprocess.run(
-        [sys.executable, "-m", "dcpcomm", *words], capture_output=True, text=True, timeout=110
-    )
-    assert environment_line.returncode == status, environment_line.stderr
-    assert said in environment_line.stderr
-    assert "Traceback" not in environment_line.stderr
+def test_wrong_usage_is_told_in_one_line(dcpcomm: Command, words: list[str], said: str) -> None:
+    assert said in dcpcomm(*words, status=1 if "--device" in words else 2)
 
 
-def test_verify_proves_what_can_be_used_and_says_why_the_rest_cannot(tmp_path: Path) -> None:
-    rows = json.loads(dcpcomm("verify", *SMALL, "--level", "quick", "--json", cache=tmp_path))
+def test_verify_proves_what_can_be_used_and_says_why_the_rest_cannot(dcpcomm: Command) -> None:
+    rows = json.loads(dcpcomm("verify", *SMALL, "--level", "quick", "--json"))
     verdicts = {row["name"]: row["verdict"] for row in rows}
     assert verdicts == {
         "cupy_ipc": "unusable",
@@ -70,5 +70,5 @@ def test_verify_proves_what_can_be_used_and_says_why_the_rest_cannot(tmp_path: P
         "nccl_a2a": "unusable",
         "nccl_ag_rs": "unusable",
     }
-    assert "proven" in dcpcomm("verify", "gloo_a2a", *SMALL, "--level", "standard", cache=tmp_path)
+    assert "proven" in dcpcomm("verify", "gloo_a2a", *SMALL, "--level", "standard")
     dcpcomm("verify", "loopback", *SMALL, "--level", "quick", status=1)  # it was asked for by name

@@ -22,6 +22,7 @@ from dcpcomm.testing import Case, TransportConformance, run_conformance
 from dcpcomm.testing.conformance import CASES, ConformanceRun, NotHere, Rank, Report, Result, Scene, cases_like, world
 from dcpcomm.transport import Capabilities
 from tests import mutants
+from tests.nursery import Nursery
 
 ROOT = Path(__file__).parent.parent
 OFF = {"verify": {"level": "off"}, "watchdog": {"timeout_s": 3}}
@@ -252,14 +253,13 @@ def test_wrong_usage_says_what_to_do() -> None:
 # ---------------------------------------------------------------- the command, and a plug-in author's file
 
 
-def command(*arguments: str) -> subprocess.CompletedProcess[str]:
-    line = [sys.executable, "-m", "dcpcomm", "conformance", *arguments]
-    return subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=100)
+def command(nursery: Nursery, *arguments: str) -> subprocess.CompletedProcess[str]:
+    return nursery.python("-m", "dcpcomm", "conformance", *arguments, folder=ROOT).wait()
 
 
-def test_the_command_prints_json_alone_and_writes_junit(tmp_path: Path) -> None:
+def test_the_command_prints_json_alone_and_writes_junit(nursery: Nursery, tmp_path: Path) -> None:
     junit = tmp_path / "report.xml"
-    done = command("gloo_a2a", "--ranks", "2", "--case", "width-*", "--json", "--junit", str(junit))
+    done = command(nursery, "gloo_a2a", "--ranks", "2", "--case", "width-*", "--json", "--junit", str(junit))
     assert done.returncode == 0, done.stderr
     data = json.loads(done.stdout)
     assert data["passed"]
@@ -268,12 +268,12 @@ def test_the_command_prints_json_alone_and_writes_junit(tmp_path: Path) -> None:
     assert "\x1b" not in done.stderr, "a progress bar where there is no terminal"
 
 
-def test_the_command_says_by_its_status_what_came_of_it() -> None:
-    done = command("tests.mutants:WrongStride", "--case", "width-576")
+def test_the_command_says_by_its_status_what_came_of_it(nursery: Nursery) -> None:
+    done = command(nursery, "tests.mutants:WrongStride", "--case", "width-576")
     assert done.returncode == 1
     assert "FAIL" in done.stdout
     for wrong in (["nope"], ["loopback", "--ranks", "1"], ["loopback", "--case", "nope"]):
-        done = command(*wrong)
+        done = command(nursery, *wrong)
         assert done.returncode == 2, wrong
         assert "dcpcomm: " in done.stderr
 
@@ -293,11 +293,11 @@ class TestWrong(TransportConformance):
 """
 
 
-def test_a_plug_in_author_inherits_one_class(tmp_path: Path) -> None:
+def test_a_plug_in_author_inherits_one_class(nursery: Nursery, tmp_path: Path) -> None:
     (tmp_path / "test_mine.py").write_text(PLUGIN_TEST)
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    line = [sys.executable, "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", str(tmp_path)]
-    done = subprocess.run(line, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=100)
+    line = ["-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", str(tmp_path)]
+    done = nursery.python(*line, environment=environment, folder=tmp_path).wait()
     assert "1 failed, 2 passed, 4 skipped" in done.stdout, done.stdout
     assert "test_conformance[results-kept-2]" in done.stdout
     assert "not claimed: it merges by itself" in done.stdout

@@ -32,6 +32,7 @@ import dcpcomm
 from dcpcomm import registry
 from dcpcomm.combine.peer_options import PeerOptions
 from dcpcomm.config import MergeConfig
+from tests.nursery import Nursery
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
@@ -132,7 +133,7 @@ PLUGIN_PAGE = ROOT / "docs/write-a-transport.md"
 
 
 @pytest.fixture(scope="module")
-def plugin(tmp_path_factory: pytest.TempPathFactory) -> Plugin:
+def plugin(tmp_path_factory: pytest.TempPathFactory, nursery: Nursery) -> Plugin:
     """The transport of docs/write-a-transport.md: its pieces put together, and installed."""
     folder = tmp_path_factory.mktemp("mailbox")
     for name, text in files_in(PLUGIN_PAGE).items():
@@ -140,15 +141,23 @@ def plugin(tmp_path_factory: pytest.TempPathFactory) -> Plugin:
     # As the page's `pip install`, but into a folder of its own, and without a network.
     offline = "--no-deps --no-build-isolation --no-index --disable-pip-version-check --no-cache-dir --quiet"
     run(f"{shlex.quote(sys.executable)} -m pip install {offline} --target site .", folder)
-    return Plugin(folder)
+    return Plugin(folder, nursery)
 
 
 @dataclass(frozen=True)
 class Plugin:
     folder: Path
+    nursery: Nursery
 
     def run(self, command: str) -> str:
         return run(command, self.folder, PYTHONPATH=str(self.folder / "site"))
+
+    def pytest(self, *arguments: str) -> str:
+        given = environment(PYTHONPATH=str(self.folder / "site"))
+        line = ("-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments)
+        done = self.nursery.python(*line, environment=given, folder=self.folder).wait()
+        assert done.returncode == 0, f"{line}\n{done.stdout}\n{done.stderr}"
+        return done.stdout
 
 
 def test_the_transport_of_the_page_is_listed(plugin: Plugin) -> None:
@@ -169,14 +178,13 @@ def test_the_transport_of_the_page_is_proven(plugin: Plugin) -> None:
 def test_the_class_of_the_page_has_a_test_for_each_case(plugin: Plugin) -> None:
     from dcpcomm.testing.conformance import CASES
 
-    collect = f"{shlex.quote(sys.executable)} -m pytest -q -p no:cacheprovider --collect-only test_mailbox.py"
-    tests = re.findall(r"TestMailbox::test_conformance\[(.+)-2\]", plugin.run(collect))
+    collected = plugin.pytest("--collect-only", "test_mailbox.py")
+    tests = re.findall(r"TestMailbox::test_conformance\[(.+)-2\]", collected)
     assert tests == [case.name for case in CASES]
 
 
 def test_the_tests_of_the_page_that_use_the_fixture_pass(plugin: Plugin) -> None:
-    line = f"{shlex.quote(sys.executable)} -m pytest -q -p no:cacheprovider test_merges.py"
-    assert "2 passed" in plugin.run(line)
+    assert "2 passed" in plugin.pytest("test_merges.py")
 
 
 def test_the_transport_of_the_page_carries_a_merge(plugin: Plugin) -> None:

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -20,6 +17,7 @@ from dcpcomm.testing import Fault, FaultyTransport, InjectedFault, Injection, Lo
 from dcpcomm.topology import Facts
 from dcpcomm.transport import Verdict
 from tests.exchanges import ROWS, SHAPE, WIDTH, connected, rounds
+from tests.nursery import Nursery
 
 
 def only(cls: type[FaultyTransport]) -> Injection:
@@ -209,6 +207,6 @@ finally:
 """
 
 
-def test_dies_for_good_where_the_rank_is_a_process() -> None:
-    done = subprocess.run([sys.executable, "-c", _DIES], capture_output=True, text=True, check=False, env=os.environ)
+def test_dies_for_good_where_the_rank_is_a_process(nursery: Nursery) -> None:
+    done = nursery.python("-c", _DIES).wait()
     assert (done.returncode, done.stdout, done.stderr) == (1, "", "")

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.nursery import Nursery
+
 USERS_TEST = """
 import pytest
 import torch
@@ -70,17 +72,17 @@ def test_never_ends(loopback_world):
 """
 
 
-def run(folder: Path, *arguments: str) -> str:
+def run(nursery: Nursery, folder: Path, *arguments: str) -> str:
     """What pytest prints of the tests in `folder`."""
-    line = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments, "."]
+    line = ["-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments, "."]
     # "-W error": as in a project that lets no warning pass, pytest's own about plug-ins among them
-    done = subprocess.run([*line, "-W", "error"], cwd=folder, capture_output=True, text=True, timeout=100)
+    done = nursery.python(*line, "-W", "error", folder=folder).wait()
     return done.stdout + done.stderr
 
 
-def test_a_user_loads_the_fixtures_and_reads_what_failed_on_which_rank(tmp_path: Path) -> None:
+def test_a_user_loads_the_fixtures_and_reads_what_failed_on_which_rank(nursery: Nursery, tmp_path: Path) -> None:
     (tmp_path / "test_mine.py").write_text(USERS_TEST)
-    printed = run(tmp_path)
+    printed = run(nursery, tmp_path)
     assert "3 failed, 5 passed" in printed, printed
     assert "RankFailed: test_fails.<locals>.on_a_rank: rank 1 raised; rank 1:" in printed
     assert "AssertionError: rank 1 of three fails" in printed
@@ -91,7 +93,7 @@ def test_a_user_loads_the_fixtures_and_reads_what_failed_on_which_rank(tmp_path:
     assert "rank 1 did not return within 0.2 s" in printed
 
 
-def test_a_conftest_serves_all_files_and_keeps_the_queues_of_the_gpu_apart(tmp_path: Path) -> None:
+def test_a_conftest_serves_all_files_and_keeps_the_queues_of_the_gpu_apart(nursery: Nursery, tmp_path: Path) -> None:
     (tmp_path / "conftest.py").write_text('pytest_plugins = ["dcpcomm.testing.fixtures"]')
     for name in ("a", "b"):
         (tmp_path / f"test_{name}.py").write_text(USERS_TEST.replace("pytest_plugins", "_plugins"))
@@ -100,9 +102,9 @@ def test_a_conftest_serves_all_files_and_keeps_the_queues_of_the_gpu_apart(tmp_p
         "def test_them():\n"
         "    assert not torch.version.cuda or 'CUDA_DEVICE_MAX_CONNECTIONS' in os.environ\n"
     )
-    printed = run(tmp_path, "-k", "made or two or them")
+    printed = run(nursery, tmp_path, "-k", "made or two or them")
     assert "5 passed" in printed, printed
-    listed = run(tmp_path, "--fixtures")
+    listed = run(nursery, tmp_path, "--fixtures")
     assert "loopback_world" in listed
     assert "a new `LoopbackWorld` of 4" in listed
 

@@ -11,10 +11,10 @@ import torch.distributed as dist
 
 from tests.oracle import Case, judge, make_case
 from tests.steps import step_results
-from tests.world import Raised, World, config_for, meet, merger_for, outcome, rank_of, size_of
+from tests.world import AT_ONCE_S, Raised, World, config_for, meet, merger_for, outcome, rank_of, size_of
 
 DEADLINE_S = 1.5
-SLACK_S = 4.0  # two cores, four ranks
+SLACK_S = 8.0  # two cores, four ranks, and other things to do
 IMPATIENT = {"watchdog": {"timeout_s": DEADLINE_S}, "verify": {"level": "quick", "deadline_s": DEADLINE_S}}
 
 
@@ -144,7 +144,7 @@ def test_different_shapes_or_configs_are_a_mismatch_on_every_rank(some: World, r
             assert error.names(odd), f"{field}: rank {rank} does not say that rank {odd} differs: {error.text}"
             alike = [f for f in DIFFERENT if f != field and f + "=" in error.text]
             assert not alike, f"{field}: names {alike}, which do not differ"
-            assert error.seconds < 5
+            assert error.seconds < AT_ONCE_S
     case = make_case(rng, some.n, b=3)
     judge(some.run(right_after_all, case), case)
 
@@ -167,7 +167,7 @@ def test_heads_that_do_not_divide_on_one_rank_alone(some: World) -> None:
         expected = {"SelectionMismatch"} if rank < some.n - 1 else {"SelectionMismatch", "ShapeError"}
         assert expected & set(error.kinds), error.trace
         assert "num_heads" in error.text
-        assert error.seconds < 5
+        assert error.seconds < AT_ONCE_S
 
 
 @pytest.mark.parametrize("name", ["no_such_transport", "glo_a2a"])
@@ -175,7 +175,7 @@ def test_an_unknown_transport_is_a_config_error_at_once(some: World, name: str) 
     for error in some.run(constructs_unknown, name):
         assert "ConfigError" in error.kinds, error.trace
         assert name in error.text
-        assert error.seconds < 2
+        assert error.seconds < AT_ONCE_S
 
 
 def constructs_unknown(group: Any, name: str) -> Any:

@@ -9,7 +9,7 @@ import torch
 
 from tests.oracle import NAN, Case, judge, make_case, same_bits, shares
 from tests.steps import LAYOUTS, Step, contiguous, merge_steps, step_results
-from tests.world import World, merger_for, outcome, rank_of, size_of
+from tests.world import AT_ONCE_S, World, merger_for, outcome, rank_of, size_of
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -159,7 +159,7 @@ def test_wrong_arguments_are_named_with_what_came_and_what_was_expected(world: W
             assert "ShapeError" in error.kinds, f"{name}: {error.trace}"
             for word in SAYS[name]:
                 assert word.format(h=h, h1=h - 1) in error.text, f"{name}: {word!r} is not in {error.text!r}"
-            assert error.seconds < 2, name
+            assert error.seconds < AT_ONCE_S, name
     judge([good for _, good in results], case)
 
 
@@ -172,7 +172,7 @@ def test_heads_that_do_not_divide_are_refused_naming_both(peers: World) -> None:
     for error in peers.run(bad_heads):
         assert "ShapeError" in error.kinds
         assert error.names(7 * peers.n + 1, peers.n)
-        assert error.seconds < 5
+        assert error.seconds < AT_ONCE_S
 
 
 def between_canaries(group: Any, cases: list[Case], scatter: str, max_tokens: int) -> Any:

@@ -10,7 +10,7 @@ import torch
 
 from tests.oracle import NAN, Case, judge, make_case
 from tests.steps import step_results
-from tests.world import Raised, World, dawdle, meet, merger_for, outcome, rank_of, size_of
+from tests.world import AT_ONCE_S, Raised, World, dawdle, meet, merger_for, outcome, rank_of, size_of
 
 BF16 = torch.bfloat16
 
@@ -92,7 +92,7 @@ def test_a_call_wrong_on_one_rank_is_reported_to_its_peers(
             assert expected in error.kinds, f"{kind} on rank {culprit}: rank {rank}: {error.trace}"
             assert word in error.text, f"{kind}: rank {rank} does not give the reason: {error.text}"
             assert rank == culprit or error.names(culprit), f"{kind}: {error.text} does not name rank {culprit}"
-            assert error.seconds < 3, f"{kind}: rank {rank} waited {error.seconds:.1f} s"
+            assert error.seconds < AT_ONCE_S, f"{kind}: rank {rank} waited {error.seconds:.1f} s"
     for results in step_results([good for _, good in by_rank]):
         judge(results, case)
 
@@ -178,12 +178,12 @@ def test_different_calls_raise_naming_both_sides_until_reset(peers: World, rng: 
         assert mismatch.names(odd), f"rank {odd} is not named: {mismatch.text}"
         assert mismatch.names(rank), f"the own side, rank {rank}, is not named: {mismatch.text}"
         assert any(mismatch.names(*pair) for pair in values), f"no pair of {values} is named: {mismatch.text}"
-        assert mismatch.seconds < 5
+        assert mismatch.seconds < AT_ONCE_S
         for error in poisoned:
             assert isinstance(error, Raised), f"rank {rank}: a merge went through on the channel before reset"
             assert "DCPCommError" in error.kinds, error.trace
             assert "reset" in error.text, error.text
-            assert error.seconds < 3
+            assert error.seconds < AT_ONCE_S
     rows = [4, 6, 4, 6, 6]
     for i, results in enumerate(step_results([good for _, _, good in by_rank])):
         judge(results, Case(case.outs[:, : rows[i]], case.lses[:, : rows[i]]), what=f"good call {i}")

@@ -5,14 +5,13 @@ from __future__ import annotations
 import importlib.util
 import os
 import stat
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from dcpcomm.combine import kernels, nvrtc
+from tests.nursery import Nursery
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("cupy_backends") is None, reason="CuPy is not installed: pip install 'dcpcomm[cu12]'"
@@ -126,15 +125,14 @@ def test_no_draft_is_left_where_writing_fails(folder: Path, monkeypatch: pytest.
     assert list(folder.iterdir()) == []
 
 
-def test_ranks_that_compile_at_once_don_t_disturb_each_other(folder: Path) -> None:
+def test_ranks_that_compile_at_once_don_t_disturb_each_other(folder: Path, nursery: Nursery) -> None:
     code = (
         "import torch; from dcpcomm.combine import kernels, nvrtc; import hashlib; "
         "b = nvrtc.compile_kernels('pack.cu', kernels.defines_for('pack.cu', torch.bfloat16, 2), (9, 0)); "
         "print(hashlib.sha256(b.image).hexdigest())"
     )
-    ranks = [subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) for _ in range(3)]
-    answers = {rank.communicate(timeout=100)[0] for rank in ranks}
+    ranks = [rank.wait() for rank in [nursery.python("-c", code) for _ in range(3)]]
     assert [rank.returncode for rank in ranks] == [0, 0, 0]
-    assert len(answers) == 1
+    assert len({rank.stdout for rank in ranks}) == 1
     assert len(list(folder.iterdir())) == 1
     assert build().cached

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from tests.emulated import COMPILER
+from tests.nursery import Nursery
 
 ROOT = Path(__file__).resolve().parent.parent
 # Last on the path, as tests/conftest.py puts it, so that `import dcpcomm` finds what is installed.
@@ -18,16 +18,13 @@ RUN = "import sys, pytest; sys.path.append(sys.argv.pop(1)); sys.exit(pytest.mai
 
 @pytest.mark.skipif(COMPILER is None, reason="no g++ to compile the kernels for the CPU with")
 @pytest.mark.timeout(200)
-def test_errors_of_a_gpu_are_told_as_they_should_be() -> None:
-    ran = subprocess.run(
-        [sys.executable, "-c", RUN, str(ROOT), "-q", "-p", "tests.pretend_gpu", "-p", "no:cacheprovider", "-k", "2",
-         str(ROOT / "tests/gpu/test_errors_gpu.py")],
-        env={**os.environ, "DCPCOMM_TEST_RIG": "cpu"},
-        cwd=Path(sys.prefix),
-        capture_output=True,
-        text=True,
-        timeout=180,
-    )  # fmt: skip
+def test_errors_of_a_gpu_are_told_as_they_should_be(nursery: Nursery) -> None:
+    ran = nursery.python(
+        "-c", RUN, str(ROOT), "-q", "-p", "tests.pretend_gpu", "-p", "no:cacheprovider", "-k", "2",
+        str(ROOT / "tests/gpu/test_errors_gpu.py"),
+        environment={**os.environ, "DCPCOMM_TEST_RIG": "cpu"},
+        folder=Path(sys.prefix),
+    ).wait(180)  # fmt: skip
     assert ran.returncode == 0, ran.stdout[-6000:]
     assert " passed" in ran.stdout
     assert "failed" not in ran.stdout

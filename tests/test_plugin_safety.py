@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.nursery import Nursery
 from tests.plugin import BROKEN, OLD, RING, TWIN, build_and_install
 
 
@@ -32,19 +33,13 @@ class Done:
 class Machine:
     """A machine with some distributions installed; the environment's own settings are left out of it."""
 
-    def __init__(self, *sites: Path) -> None:
+    def __init__(self, nursery: Nursery, *sites: Path) -> None:
+        self.nursery = nursery
         self.environment = {key: value for key, value in os.environ.items() if not key.startswith("DCPCOMM_")}
         self.environment["PYTHONPATH"] = os.pathsep.join(map(str, sites))
 
     def run(self, *command: str, **variables: str) -> Done:
-        done = subprocess.run(
-            [sys.executable, *command],
-            capture_output=True,
-            text=True,
-            check=False,
-            env={**self.environment, **variables},
-            timeout=100,
-        )
+        done = self.nursery.python(*command, environment={**self.environment, **variables}).wait()
         return Done(done.returncode, done.stdout, done.stderr)
 
     def dcpcomm(self, *arguments: str, **variables: str) -> Done:
@@ -55,6 +50,14 @@ class Machine:
         done = self.dcpcomm("list", "--json", **variables)
         assert done.status == 0, done.err
         return {row["name"]: row for row in done.json}
+
+
+Machines = Callable[..., Machine]
+
+
+@pytest.fixture
+def machine(nursery: Nursery) -> Machines:
+    return partial(Machine, nursery)
 
 
 @pytest.fixture(scope="module")
@@ -76,8 +79,8 @@ def twin(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_and_install(work, "acme-twin", "3.1", {"ring": "acme_twin:Twin"}, {"acme_twin": TWIN})
 
 
-def test_list_says_what_works_and_what_to_change(acme: Path) -> None:
-    rows = Machine(acme).listed()
+def test_list_says_what_works_and_what_to_change(machine: Machines, acme: Path) -> None:
+    rows = machine(acme).listed()
     assert {"gloo_a2a", "loopback", "ring", "old", "broken"} <= rows.keys()
     assert all(rows[name]["installed"] for name in ("gloo_a2a", "loopback", "ring"))
     assert all(rows[name]["from"] == "acme-transports 1.2" for name in ("ring", "old", "broken"))
@@ -91,9 +94,9 @@ def test_list_says_what_works_and_what_to_change(acme: Path) -> None:
     assert "acme-transports" in broken["remedy"]
 
 
-def test_the_allow_list_keeps_a_plug_in_from_being_imported(acme: Path) -> None:
+def test_the_allow_list_keeps_a_plug_in_from_being_imported(machine: Machines, acme: Path) -> None:
     allowed = "acme, gloo_a2a"
-    done = Machine(acme).dcpcomm("list", "--json", DCPCOMM_PLUGINS=allowed, ACME_TRACE="1")
+    done = machine(acme).dcpcomm("list", "--json", DCPCOMM_PLUGINS=allowed, ACME_TRACE="1")
     rows = {row["name"]: row for row in done.json}
     assert done.status == 0
     assert "acme_ring is imported" not in done.err
@@ -104,16 +107,16 @@ def test_the_allow_list_keeps_a_plug_in_from_being_imported(acme: Path) -> None:
 
 
 @pytest.mark.parametrize("allowed", ["Acme_Transports, x", "ring"])
-def test_the_allow_list_allows_by_distribution_or_transport(acme: Path, allowed: str) -> None:
-    done = Machine(acme).dcpcomm("list", "--json", DCPCOMM_PLUGINS=allowed, ACME_TRACE="1")
+def test_the_allow_list_allows_by_distribution_or_transport(machine: Machines, acme: Path, allowed: str) -> None:
+    done = machine(acme).dcpcomm("list", "--json", DCPCOMM_PLUGINS=allowed, ACME_TRACE="1")
     assert "acme_ring is imported" in done.err
     rows = {row["name"]: row for row in done.json}
     assert rows["ring"]["installed"]
     assert rows["old"]["blocked"] == (allowed == "ring")
 
 
-def test_two_plug_ins_of_one_name_are_both_named(acme: Path, twin: Path) -> None:
-    both = Machine(acme, twin)
+def test_two_plug_ins_of_one_name_are_both_named(machine: Machines, acme: Path, twin: Path) -> None:
+    both = machine(acme, twin)
     done = both.dcpcomm("list", "--json")
     assert done.status == 2
     assert done.out == ""
@@ -123,10 +126,12 @@ def test_two_plug_ins_of_one_name_are_both_named(acme: Path, twin: Path) -> None
     assert both.listed(DCPCOMM_PLUGINS="acme-twin")["ring"]["from"] == "acme-twin 3.1"
 
 
-def test_options_are_checked_by_the_plug_in_and_placed_in_the_file(acme: Path, tmp_path: Path) -> None:
+def test_options_are_checked_by_the_plug_in_and_placed_in_the_file(
+    machine: Machines, acme: Path, tmp_path: Path
+) -> None:
     file = tmp_path / "ring.yaml"
     file.write_text("transport: ring\noptions:\n  ring:\n    pause_s: -1\n    bloks: 2\n")
-    done = Machine(acme).dcpcomm("config", "check", str(file))
+    done = machine(acme).dcpcomm("config", "check", str(file))
     assert done.status == 1
     below, misspelt = sorted(done.err.splitlines())
     assert below.startswith(f"{file}:4: options.ring.pause_s")
@@ -136,14 +141,14 @@ def test_options_are_checked_by_the_plug_in_and_placed_in_the_file(acme: Path, t
     assert "'blocks'" in misspelt
 
     file.write_text("transport: ring\noptions: {ring: {blocks: 2}, broken: {any: 1}}\n")
-    done = Machine(acme).dcpcomm("config", "check", str(file), "--json")
+    done = machine(acme).dcpcomm("config", "check", str(file), "--json")
     assert done.status == 0
     assert done.json["config"]["options"]["ring"] == {"blocks": 2}
     assert any("options.broken" in note and "acme_driver" in note for note in done.json["notes"])
 
 
-def test_options_are_in_the_schema(acme: Path) -> None:
-    schema = Machine(acme).dcpcomm("config", "schema").json["properties"]
+def test_options_are_in_the_schema(machine: Machines, acme: Path) -> None:
+    schema = machine(acme).dcpcomm("config", "schema").json["properties"]
     options = schema["options"]["properties"]
     assert options["ring"]["properties"]["pause_s"]["default"] == 0.0005
     assert options["ring"]["properties"]["pause_s"]["description"] == "between two looks into the store"
@@ -193,8 +198,10 @@ def merged(machine: Machine, tmp_path: Path, config: dict[str, Any]) -> list[str
     return [explained for _, explained in done.json]
 
 
-def test_the_plug_in_carries_a_merge_and_its_faulty_neighbours_are_reasons(acme: Path, tmp_path: Path) -> None:
-    explained = merged(Machine(acme), tmp_path, {"prefer": ["ring"], "options": {"ring": {"blocks": 3}}})
+def test_the_plug_in_carries_a_merge_and_its_faulty_neighbours_are_reasons(
+    machine: Machines, acme: Path, tmp_path: Path
+) -> None:
+    explained = merged(machine(acme), tmp_path, {"prefer": ["ring"], "options": {"ring": {"blocks": 3}}})
     for text in explained:
         lines = text.splitlines()
         (used,) = (line for line in lines if "in use" in line)
@@ -207,9 +214,9 @@ def test_the_plug_in_carries_a_merge_and_its_faulty_neighbours_are_reasons(acme:
         assert "acme_driver" in broken
 
 
-def test_a_plug_in_that_fails_to_import_falls_back_when_asked_to(acme: Path, tmp_path: Path) -> None:
+def test_a_plug_in_that_fails_to_import_falls_back_when_asked_to(machine: Machines, acme: Path, tmp_path: Path) -> None:
     config = {"transport": "broken", "on_unavailable": "fallback", "prefer": ["gloo_a2a"]}
-    for text in merged(Machine(acme), tmp_path, config):
+    for text in merged(machine(acme), tmp_path, config):
         assert "acme_driver" in text
         (used,) = (line for line in text.splitlines() if "in use" in line)
         assert "gloo_a2a" in used

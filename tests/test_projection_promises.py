@@ -9,7 +9,7 @@ import torch
 
 from tests.oracle import INF, NAN, Case, judge_lse, make_case, merged, same_bits, shares, weight_bound
 from tests.steps import contiguous, step_results
-from tests.world import Raised, World, meet, merger_for, outcome, rank_of, size_of
+from tests.world import AT_ONCE_S, Raised, World, meet, merger_for, outcome, rank_of, size_of
 
 BF16, F32 = torch.bfloat16, torch.float32
 L, V = 48, 24
@@ -163,7 +163,7 @@ def test_wrong_weights_are_refused_before_anything_is_sent(world: World, rng: to
         for name, error in bad.items():
             assert isinstance(error, Raised), f"{name}: was accepted: {error}"
             assert {"ShapeError", "TypeError"} & set(error.kinds), f"{name}: {error.trace}"
-            assert error.seconds < 3, name
+            assert error.seconds < AT_ONCE_S, name
     judge_projected([good for _, good in by_rank], case, w)
 
 
@@ -229,5 +229,5 @@ def test_weights_wrong_on_one_rank_alone_leave_nobody_waiting(peers: World, rng:
                 assert "TransportTimeout" not in error.kinds, f"{where}: waited for its deadline"
                 assert error.names(culprit), f"{where}: rank {culprit} is not named: {error.text}"
             if isinstance(error, Raised):
-                assert error.seconds < 5, where
+                assert error.seconds < AT_ONCE_S, where
     judge_projected([good for _, good in by_rank], case, w)

@@ -84,10 +84,15 @@ def test_a_rank_without_a_word_is_late() -> None:
 def test_calls_that_move_on_are_never_overdue(ranks: list[Watched]) -> None:
     """Replays run no Python: only the counts move."""
     ranks[0].called(1, 0)
-    ends = time.monotonic() + 3 * TIMEOUT_S
-    while time.monotonic() < ends:
-        ranks[0].counts[0, :2] += 1
-        time.sleep(TIMEOUT_S / 20)
+    for _ in range(10):
+        ranks[0].owner.told.clear()
+        longest, before = 0.0, time.monotonic()
+        for _ in range(60):
+            ranks[0].counts[0, :2] += 1
+            time.sleep(TIMEOUT_S / 20)
+            longest, before = max(longest, time.monotonic() - before), time.monotonic()
+        if longest < TIMEOUT_S / 2:  # else the machine was busy, and the calls stood still for too long
+            break
     assert not ranks[0].owner.told
 
 
