@@ -155,7 +155,7 @@ class EmulatedKernels(Kernels):
                 library = self._library("fused.cu", self._ranks, **more)
                 self._functions += [library["run_fused_1"], library["run_fused_16"]]
                 last = len(self._functions) - 1
-                self._fused[key] = FusedKernels((last - 1, last), ({64: 2}, {64: 2}))
+                self._fused[key] = FusedKernels((last - 1, last), ({64: 8}, {64: 8}))
             return self._fused[key]
 
     @property

@@ -4,7 +4,7 @@
 folder, a path, warnings and outputs of its own, that ends as Python ends. What is about how a process starts, or about
 what it imports, is tested with `subprocess`.
 
-    python tests/nursery.py SOCKET        the process that the others are forked from
+    python tests/nursery.py SOCKET PARENT        the process that the others are forked from
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class Nursery:
     def _start(self) -> None:
         kept = {key: value for key, value in os.environ.items() if not key.startswith(("DCPCOMM_", "PYTHONPATH"))}
         self._process = subprocess.Popen(
-            [sys.executable, __file__, self._address],
+            [sys.executable, __file__, self._address, str(os.getpid())],
             env={**kept, "OMP_NUM_THREADS": "1"},  # matrices as small as those of tests only wait for more threads
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -119,8 +119,9 @@ def die_with(parent: int) -> None:
         os._exit(1)
 
 
-def serve(address: str) -> list[Any]:
-    """Fork a process for each request. Returns in that process."""
+def serve(address: str, parent: str) -> list[Any]:
+    """Fork a process for each request. Returns in that process. Ends with `parent`, however that ends."""
+    die_with(int(parent))
     import torch
 
     import dcpcomm.merger
@@ -136,7 +137,10 @@ def serve(address: str) -> list[Any]:
         os.write(1, b"ready\n")
         while True:
             link = listener.accept()[0]
-            if os.fork() == 0:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # from Python 3.12 on: torch has threads, which a forked one lacks
+                child = os.fork()
+            if child == 0:
                 die_with(me)
                 break
             link.close()
@@ -150,7 +154,9 @@ def keep(link: socket.socket) -> list[Any]:
     with link.makefile() as stream:
         request: list[Any] = json.loads(stream.readline())
     me = os.getpid()
-    pid = os.fork()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        pid = os.fork()
     if pid != 0:
         link.sendall(_STATUS.pack(pid))
         status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
@@ -191,4 +197,4 @@ def become(arguments: list[str], environment: dict[str, str], folder: str, warne
 
 
 if __name__ == "__main__":
-    become(*serve(sys.argv[1]))
+    become(*serve(*sys.argv[1:]))

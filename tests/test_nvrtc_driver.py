@@ -50,6 +50,10 @@ int cuModuleGetFunction(void **function, void *module, const char *name) {
     *function = (void *)0x7fedcba98765;
     return pushed != 1 || module != (void *)0x7123456789ab ? 400 : strcmp(name, "pack_16") ? 500 : 0;
 }
+int cuOccupancyMaxActiveBlocksPerMultiprocessor(int *blocks, void *function, int threads, size_t shared) {
+    *blocks = 2048 / threads;
+    return pushed != 1 || function != (void *)0x7fedcba98765 || shared ? 400 : 0;
+}
 int cuModuleUnload(void *module) { unloaded += module == (void *)0x7123456789ab; return 0; }
 int cuGetErrorName(int status, const char **text) { *text = status == 500 ? "CUDA_ERROR_NOT_FOUND" : 0; return 0; }
 int cuGetErrorString(int status, const char **text) { *text = status == 500 ? "named symbol not found" : 0; return 0; }
@@ -81,6 +85,7 @@ def test_a_launch_passes_on_what_it_was_bound_with(fake: Any) -> None:
     context = driver.Context(torch.device("cpu", 2))
     module = driver.Module(context, b"an image")
     function = module.function("pack_16")
+    assert module.resident_blocks(function, 512) == 4
     assert number(fake, "pushed").value == 0, "a context was left on the stack"
     counted = params.PackParams(0x7000_0000_0001, -5)
     launch = driver.Launch(context, function, "pack", (2112, 3, 17, 7), counted)
@@ -109,6 +114,8 @@ def test_what_the_driver_refuses_is_an_error_that_names_it(fake: Any) -> None:
         DCPCommError, match=r"cuModuleGetFunction of nothing failed with CUDA_ERROR_NOT_FOUND \(500\): named"
     ):
         module.function("nothing")
+    with pytest.raises(DCPCommError, match="cuOccupancyMaxActiveBlocksPerMultiprocessor"):
+        module.resident_blocks(1, 64)
     assert number(fake, "pushed").value == 0
     with pytest.raises(DCPCommError, match=r"cuModuleLoadData failed with an unknown error \(200\)"):
         driver.Module(context, b"another")

@@ -97,7 +97,7 @@ def test_a_hang_costs_its_deadline_and_says_so_on_every_rank(pair: World) -> Non
         assert "TransportUnavailable" in made.kinds
         assert "VerificationFailed" not in made.kinds, "could not verify is not the same as wrong"
         assert made.names(0)
-        assert spent < DEADLINE_S + 20, "the start of two children, and one deadline"
+        assert spent < DEADLINE_S + 60, "the start of two children, and one deadline"
         assert not left
 
 

@@ -21,6 +21,7 @@ from dcpcomm.backends.loopback import Loopback
 from dcpcomm.errors import TransportUnavailable, VerificationFailed
 from dcpcomm.testing import Fault, FaultyTransport, Injection, faulty
 from tests.agreement import DEADLINE_S, LAST, SLACK_S, Built, Failed, construct, registered, settings
+from tests.mutants import Pull
 from tests.test_faults_messages import MESSAGE_KINDS, View
 
 #: What the wrong word is, in the words of a report; and with two ranks' blocks swapped, whose.
@@ -130,6 +131,30 @@ def test_a_transport_that_merges_by_itself_is_held_to_the_oracle() -> None:
     (text, *_) = rejected(faulty(WrongMerge, name="wrong"), 2)
     assert re.search(r"fell at verify on rank [01]\b", text)
     assert "oracle" in text
+
+
+class LastBit(Pull):
+    """Merges by itself, and is wrong on one rank in the last bit of a column: within what rounding allows."""
+
+    def result(self, merged: torch.Tensor) -> torch.Tensor:
+        if self.group.rank == 1:
+            merged.view(torch.int16)[..., 0] ^= (merged[..., 0] != 0).short()
+        return merged
+
+
+def test_a_transport_that_merges_by_itself_must_let_the_bits_of_one_rank_through() -> None:
+    (text, *_) = rejected(faulty(LastBit, name="wrong"), 3)
+    assert "fell at verify on rank 1" in text
+
+
+def test_a_merge_that_waits_ends_with_the_verification_s_deadline() -> None:
+    stuck = faulty(Pull, Fault("hang", rank=1, call=1, until=(end := threading.Event())), name="wrong")
+    threading.Timer(2 * DEADLINE_S, end.set).start()
+    with registered(stuck):
+        fates = construct(3, settings(DEADLINE_S, transport="wrong", watchdog={"timeout_s": 60}))
+    for rank, fate in enumerate(fates):
+        assert isinstance(fate, Failed)
+        assert rank == 1 or fate.seconds < DEADLINE_S + SLACK_S, f"rank {rank} took {fate.seconds:.1f} s"
 
 
 def test_every_channel_is_verified() -> None:
