@@ -11,6 +11,7 @@ docs/write-a-transport.md builds one from nothing.
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -19,6 +20,7 @@ import torch
 
 from dcpcomm import topology
 from dcpcomm.errors import ShapeError, TransportUnavailable
+from dcpcomm.log import log
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -319,6 +321,14 @@ class PeerMemoryTransport(MergeTransport):
             return
         from dcpcomm.combine.cuda_engine import kernels_for
         from dcpcomm.combine.device_put import DevicePut
+
+        waiting, queues = self.shape.channels * buffers.sharing, int(os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "8"))
+        if self.shape.channels > 1 and queues < 2 * waiting:
+            log.warning(
+                "rank %d: %d kernels may wait at once, and streams share %d queues of the GPU: one that waits may hold "
+                "another up, in whose call the peers are; set CUDA_DEVICE_MAX_CONNECTIONS=32 before CUDA starts",
+                self.group.rank, waiting, queues,
+            )  # fmt: skip
 
         kernels = kernels_for(buffers.own.device, self.shape.dtype, self.group.size)
         if kernels is None:

@@ -67,7 +67,7 @@ def test_every_kernel_compiles_without_spilling(
     monkeypatch.setattr(nvrtc, "_compile", with_log)
     ranks = RANKS.get(capability, (2, 17))
     by_ranks = itertools.product(("combine.cu", "scale.cu"), kernels._DTYPES, ranks)
-    fused = [("fused.cu", torch.bfloat16, n) for n in ranks if n > 1] + [("fused.cu", torch.float32, 2)]
+    fused = [("fused.cu", torch.bfloat16, n) for n in ranks if n > 1 and (n == 2 or capability == (9, 0))]
     for name, dtype, n in [*FILES, *by_ranks, *fused]:
         binary = build(name, dtype, n, capability)
         assert binary.image.startswith(b"\x7fELF")
