@@ -83,10 +83,7 @@ def verify_transport(
     started = time.monotonic()
     ok, reason = False, ""
     try:
-        if transport.fused_merge is not None or transport.fused is not None:
-            _check_merges(transport, group, shape, load, config.deadline_s, workspace.device)
-        else:
-            _check_rows(transport, group, shape, load, config.deadline_s, workspace)
+        _check_rounds(transport, group, shape, load, config.deadline_s, workspace)
         ok = True
     except _Wrong as found:
         reason = f"{_WRONG}{found}"
@@ -110,14 +107,17 @@ def verify_transport(
     return Fallen("verify", *failure, remedy, wrong)
 
 
-def _check_rows(
+def _check_rounds(
     transport: MergeTransport, group: Group, shape: MergeShape, load: Load, deadline_s: float, workspace: Workspace
 ) -> None:
-    width = max(shape.widths)
+    merges = transport.fused_merge is not None or transport.fused is not None
+    views = transport.capabilities.layout == "view"
+    round_of = _round_of_merges if merges else _round_of_views if views else _round_of_blocks
+    widths = shape.widths if merges else (max(shape.widths),)
     shuffle = random.Random(0)  # the same on all ranks: which one is late, and how many rows there are
     ends = time.monotonic() + deadline_s
     sent = 0
-    sizes = _sizes(shape, group.size, width, load)
+    sizes = _sizes(shape, group.size, max(widths), load)
     first: _Wrong | None = None
     replayed = _replayed_rounds(transport, shape, load, workspace.device)
     replays = [_Replayed(workspace.device) for _ in range(shape.channels)]
@@ -130,18 +130,15 @@ def _check_rows(
             if first is not None:
                 break
             raise TransportTimeout(f"{deadline_s:g} s were over after {number} rounds, {sent} of {load.nbytes} bytes")
-        tokens = sizes[number % len(sizes)]
+        tokens, width = sizes[number % len(sizes)], widths[number % len(widths)]
         late = shuffle.randrange(4 * group.size)
         if late == group.rank:
             time.sleep(0.002)
         if number in replayed:
-            tokens = sizes[1]
+            tokens, width = sizes[1], widths[0]
         channel, run = _how(number, replayed, replays)
         try:
-            if transport.capabilities.layout == "view":
-                _round_of_views(transport, group, shape, number, channel, tokens, width, workspace.device, run)
-            else:
-                _round_of_blocks(transport, group, shape, number, channel, tokens, width, workspace, run)
+            round_of(transport, group, shape, number, channel, tokens, width, workspace, run)
         except _Wrong as found:
             first = first or found  # and on: the peers would wait out their deadline for a rank that stopped here
         except TransportTimeout:
@@ -262,10 +259,10 @@ def _round_of_views(
     channel: int,
     tokens: int,
     width: int,
-    device: torch.device,
+    workspace: Workspace,
     run: _Run,
 ) -> None:
-    n = group.size
+    n, device = group.size, workspace.device
     t, h = shape.result_rows(tokens, n)
     size = t * h * width * shape.dtype.itemsize
 
@@ -303,43 +300,6 @@ def _compare(got: torch.Tensor, source: int, group: Group, number: int, row: int
     )
 
 
-def _check_merges(
-    transport: MergeTransport, group: Group, shape: MergeShape, load: Load, deadline_s: float, device: torch.device
-) -> None:
-    """For what merges by itself: random partials, which every rank can make, against the oracle. In half of the rows
-    one rank alone has something, and its bits must come through.
-    """
-    n = group.size
-    sizes = _sizes(shape, n, max(shape.widths), load)
-    replayed = _replayed_rounds(transport, shape, load, device)
-    replays = [_Replayed(device) for _ in range(shape.channels)]
-    ends = time.monotonic() + deadline_s
-    sent = 0
-    first: _Wrong | None = None
-    for number in itertools.count():
-        if number >= load.rounds + len(replayed) and sent >= load.nbytes:
-            break
-        group.exchange_timeout_s = ends - time.monotonic()  # as for rows: all give up together
-        if group.exchange_timeout_s <= 0:
-            if first is not None:
-                break
-            raise TransportTimeout(f"{deadline_s:g} s were over after {number} rounds, {sent} of {load.nbytes} bytes")
-        tokens = sizes[1] if number in replayed else sizes[number % len(sizes)]
-        width = shape.widths[0] if number in replayed else shape.widths[number % len(shape.widths)]
-        channel, run = _how(number, replayed, replays)
-        try:
-            _round_of_merges(transport, group, shape, number, channel, tokens, width, device, run)
-        except _Wrong as found:
-            first = first or found  # and on, as for rows
-        except TransportTimeout:
-            if first is None:
-                raise
-            break
-        sent += block_bytes(shape.rows_per_destination(tokens, n), width, shape.dtype.itemsize) * (n - 1)
-    if first is not None:
-        raise first
-
-
 def _round_of_merges(
     transport: MergeTransport,
     group: Group,
@@ -348,9 +308,13 @@ def _round_of_merges(
     channel: int,
     tokens: int,
     width: int,
-    device: torch.device,
+    workspace: Workspace,
     run: _Run,
 ) -> None:
+    """Random partials, which every rank can make, against the oracle. In half of the rows one rank alone has something,
+    and its bits must come through.
+    """
+    device = workspace.device
     n, ulp = group.size, 2.0 ** {torch.float16: -10, torch.bfloat16: -7, torch.float32: -20}[shape.dtype]
     generator = torch.Generator().manual_seed(number)
     outs = torch.randn(n, tokens, shape.num_heads, width, generator=generator).to(shape.dtype)
