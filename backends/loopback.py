@@ -5,7 +5,6 @@ For tests, and for the CI of people who use dcpcomm: every promise of a merge ca
 
 from __future__ import annotations
 
-import os
 import queue
 import time
 from typing import ClassVar
@@ -15,7 +14,7 @@ import torch
 from dcpcomm.combine.peer_options import PeerOptions
 from dcpcomm.errors import TransportTimeout
 from dcpcomm.testing.loopback import Office
-from dcpcomm.topology import Facts
+from dcpcomm.topology import Facts, hardware_queues
 from dcpcomm.transport import Capabilities, MergeTransport, PeerBuffers, PeerMemoryTransport, Verdict
 
 __all__ = ["Loopback", "LoopbackPeer"]
@@ -109,7 +108,7 @@ class LoopbackPeer(PeerMemoryTransport):
     @classmethod
     def check(cls, facts: Facts) -> Verdict:
         verdict = Loopback.check(facts)
-        connections = int(os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "8"))
+        connections = hardware_queues()
         if verdict.ok and facts.device == "cuda" and connections < 2 * facts.world_size:
             return Verdict(
                 False,

@@ -32,7 +32,7 @@ from dcpcomm.bench.timing import slowest
 from dcpcomm.launch import emit, run_on_ranks, under_torchrun
 from dcpcomm.testing.loopback import LoopbackRank, LoopbackWorld
 
-__all__ = ["document", "main", "measure_processes", "measure_threads", "of_rank_0", "progress", "rows_of"]
+__all__ = ["document", "main", "measure_processes", "measure_threads", "numbers", "of_rank_0", "progress", "rows_of"]
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 _LOOPBACK = ("loopback_peer",)
@@ -128,14 +128,15 @@ def of_rank_0(say: Say) -> Callable[[int, str], None]:
     return on_event
 
 
-def _numbers(text: str) -> tuple[int, ...]:
+def numbers(text: str) -> tuple[int, ...]:
+    """`1,4,16`, as an option has it."""
     try:
-        numbers = tuple(int(one) for one in text.split(","))
+        found = tuple(int(one) for one in text.split(","))
     except ValueError:
         raise typer.BadParameter(f"{text!r}; expected numbers with commas between, such as 1,4,16") from None
-    if min(numbers) < 1:
+    if min(found) < 1:
         raise typer.BadParameter(f"{text!r}; expected numbers above 0")
-    return numbers
+    return found
 
 
 def _all_for_processes() -> tuple[str, ...]:
@@ -199,7 +200,7 @@ def main(
         _DTYPES[dtype],
         heads,
         dim,
-        _numbers(rows),
+        numbers(rows),
         base,
         per_graph,
         replays,

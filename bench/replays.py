@@ -24,7 +24,7 @@ import torch
 import typer
 
 from dcpcomm.bench.machine import commit, machine, versions
-from dcpcomm.bench.merge import of_rank_0, progress
+from dcpcomm.bench.merge import numbers, of_rank_0, progress
 from dcpcomm.bench.ours import named
 from dcpcomm.bench.ranks import ProcessRanks
 from dcpcomm.combine.engine import by_destination, engine_for
@@ -200,11 +200,10 @@ def main(
         raise typer.BadParameter(f"--dtype {dtype}; expected bfloat16, float16 or float32")
     try:
         named(transport)
-        sizes = tuple(int(one) for one in rows.split(","))
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     given = random.SystemRandom().randrange(1 << 16) if seed is None else seed
-    plan = Plan(transport, replays, sizes, heads, dim, dtype, given)
+    plan = Plan(transport, replays, numbers(rows), heads, dim, dtype, given)
     tallies: list[Tally] | None
     with progress() as say:
         if under_torchrun():

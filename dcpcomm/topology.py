@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import platform
 import socket
 from collections.abc import Callable
@@ -12,7 +13,16 @@ from typing import Any
 
 import torch
 
-__all__ = ["Facts", "current_device_index", "current_stream", "host_identity", "local_facts", "on_device", "on_gpu"]
+__all__ = [
+    "Facts",
+    "current_device_index",
+    "current_stream",
+    "hardware_queues",
+    "host_identity",
+    "local_facts",
+    "on_device",
+    "on_gpu",
+]
 
 
 @dataclass(frozen=True)
@@ -45,6 +55,11 @@ def host_identity() -> str:
 def on_gpu(device: torch.device) -> bool:
     """Whether what is done on `device` has not been done when the call returns."""
     return device.type == "cuda"
+
+
+def hardware_queues() -> int:
+    """How many queues of a GPU its streams share: a kernel that waits holds up what stands behind it in its own."""
+    return int(os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "8"))
 
 
 def current_stream(device: torch.device) -> int:

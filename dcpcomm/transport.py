@@ -11,7 +11,6 @@ docs/write-a-transport.md builds one from nothing.
 
 from __future__ import annotations
 
-import os
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -322,7 +321,7 @@ class PeerMemoryTransport(MergeTransport):
         from dcpcomm.combine.cuda_engine import kernels_for
         from dcpcomm.combine.device_put import DevicePut
 
-        waiting, queues = self.shape.channels * buffers.sharing, int(os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS", "8"))
+        waiting, queues = self.shape.channels * buffers.sharing, topology.hardware_queues()
         if self.shape.channels > 1 and queues < 2 * waiting:
             log.warning(
                 "rank %d: %d kernels may wait at once, and streams share %d queues of the GPU: one that waits may hold "

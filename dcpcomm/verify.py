@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dcpcomm import pattern, topology, verdicts
+from dcpcomm.combine.engine import by_destination
 from dcpcomm.combine.wire import block_bytes, row_bytes, wire_views
 from dcpcomm.control import Outcome, first_failure, left
 from dcpcomm.decision import Fallen
@@ -329,7 +330,7 @@ def _round_of_merges(
     out, lse = run(functools.partial(_fused, transport, channel), *mine)
     _arrived(transport, channel, device)
     wants = [one[group.rank] for one in merge_partials(outs, lses, lse_base=shape.lse_base, scatter=shape.scatter)]
-    exact = _own_slice(alone, shape, n, group.rank) if transport.capabilities.deterministic else None
+    exact = by_destination(alone, shape.scatter, n)[group.rank] if transport.capabilities.deterministic else None
     for what, got, want in (("out", out, wants[0]), ("lse", lse, wants[1])):
         got = got.cpu().double().reshape(want.shape)
         close = torch.isclose(got, want, rtol=2 * ulp if what == "out" else 1e-5, atol=ulp)
@@ -341,13 +342,6 @@ def _round_of_merges(
                 f"rank {group.rank}, round {number}: merged {what} at {place} is {float(got[place])}, the oracle "
                 f"says {float(want[place])}; {int((~close).sum())} of {close.numel()} are wrong"
             )
-
-
-def _own_slice(whole: torch.Tensor, shape: MergeShape, n: int, rank: int) -> torch.Tensor:
-    """Of `[B, H]`, what belongs to this rank's result."""
-    if shape.scatter == "none":
-        return whole
-    return whole.chunk(n, dim=1 if shape.scatter == "heads" else 0)[rank]
 
 
 def _fused(transport: MergeTransport, channel: int, out: torch.Tensor, lse: torch.Tensor) -> Any:

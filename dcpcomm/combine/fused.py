@@ -238,7 +238,7 @@ class FusedCall:
         n, shape = self._peer.group.size, self._peer.shape
         t, h = self._layout.t, shape.result_rows(n, n)[1]
         params = self._params(h, t * h)
-        params.kind = int(header.kind == KIND_CANCELLED)
+        params.kind = KIND_CANCELLED
         params.chunk, params.deadline = header.chunk, self._peer.take_deadline()
         self._launch(params, aligned_rows=True)(self._stream())
 

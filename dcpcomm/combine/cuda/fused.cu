@@ -41,14 +41,7 @@ template <bool ALIGNED>
 __device__ __forceinline__ Vector gather(const FusedParams &p, const Place &at, u32 n) {
     const u64 row = p.rows + (i64)n * p.rows_n + (i64)at.t * p.rows_t + (i64)at.h * p.rows_h;
     if (ALIGNED) return load_vector(row + (u64)at.vector * 16);
-    Vector v = {{0, 0, 0, 0}};
-#pragma unroll
-    for (u32 i = 0; i < 16; i += ITEM) {
-        const u32 byte = at.vector * 16 + i;
-        if (byte < p.row_bytes)
-            v.word[i / 4] |= load_element<ITEM>(row + (i64)(byte / ITEM) * p.rows_d, p.rows_unit) << (i % 4 * 8);
-    }
-    return v;
+    return load_elements<ITEM>(row, at.vector, p.row_bytes, p.rows_d, p.rows_unit);
 }
 
 __device__ __forceinline__ u32 lse_bits(const FusedParams &p, const Place &at, u32 n) {

@@ -46,6 +46,18 @@ __device__ __forceinline__ void store_element(u64 at, u32 bits, u32 unit) {
     }
 }
 
+// Vector `vector` of a row whose elements are `step` bytes apart, 0 behind its end: where not 16 bytes can be loaded at once.
+template <int ITEM>
+__device__ __forceinline__ Vector load_elements(u64 row, u32 vector, u32 row_bytes, i64 step, u32 unit) {
+    Vector v = {{0, 0, 0, 0}};
+#pragma unroll
+    for (u32 i = 0; i < 16; i += ITEM) {
+        const u32 byte = vector * 16 + i;
+        if (byte < row_bytes) v.word[i / 4] |= load_element<ITEM>(row + (i64)(byte / ITEM) * step, unit) << (i % 4 * 8);
+    }
+    return v;
+}
+
 // ---------------------------------------------------------------- counts
 
 __device__ __forceinline__ i64 load_count(u64 at, u32 wide) { return wide ? *(const i64 *)at : (i64) * (const i32 *)at; }

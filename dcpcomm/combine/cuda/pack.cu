@@ -25,13 +25,7 @@ __device__ __forceinline__ Vector gather(const PackParams &p, u64 row, u32 vecto
         for (u32 i = 0; i < 4; i++)
             if (begin + 4 * i < p.row_bytes) v.word[i] = load_u32(row + begin + 4 * i);
     } else {
-        // One element at a time: only here the last axis may have a stride.
-#pragma unroll
-        for (u32 i = 0; i < 16; i += ITEM)
-            if (begin + i < p.row_bytes) {
-                const u64 at = row + (i64)((begin + i) / ITEM) * p.rows_d;
-                v.word[i / 4] |= load_element<ITEM>(at, UNIT) << (i % 4 * 8);
-            }
+        return load_elements<ITEM>(row, vector, p.row_bytes, p.rows_d, UNIT);  // only here the last axis may have a stride
     }
     return v;
 }
