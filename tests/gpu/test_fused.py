@@ -34,11 +34,11 @@ def rig(rng: torch.Generator) -> Rig:
     return Rig(device, make, rng)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("d", [64, 128, 576, 72, 17])
 @pytest.mark.parametrize("n", [2, 3, 4, 8])
-def test_call_after_call_is_right_and_leaves_all_ready(rig: Rig, dtype: torch.dtype, n: int, d: int) -> None:
-    checks.check_calls(rig, dtype, n, d, ("heads", "tokens", "none")[(n + d) % 3], 8)
+def test_call_after_call_is_right_and_leaves_all_ready(rig: Rig, n: int, d: int) -> None:
+    # Each case compiles kernels of its own, so dtypes and scatters take turns: test_nvrtc_fused.py has all of them.
+    checks.check_calls(rig, DTYPES[(n + d // 8) % 3], n, d, ("heads", "tokens", "none")[(n + d) % 3], 8)
 
 
 @pytest.mark.parametrize("n", [2, 3])
