@@ -1,7 +1,7 @@
 """What each part of the fused kernel costs: the same kernel without it, timed beside the whole.
 
-    python -m dcpcomm.bench.merge --transport loopback_peer:kernel=fused \\
-        --transport loopback_peer:kernel=fused,without=headers
+    python -m dcpcomm.bench.merge --transport loopback_peer \\
+        --transport loopback_peer:without=headers
 
 A kernel that lacks a part answers good calls as before. It is for timing alone.
 """

@@ -155,7 +155,7 @@ def main(
     transport: Annotated[
         list[str] | None,
         typer.Option(
-            help="registered name, perhaps with options (cupy_ipc:kernel=fused,threads=256); may be repeated. Default: "
+            help="registered name, perhaps with options (cupy_ipc:threads=256); may be repeated. Default: "
             "loopback_peer, or all that fit"
         ),
     ] = None,

@@ -20,7 +20,7 @@ __all__ = ["Ours", "named"]
 
 
 def named(contender: str) -> tuple[str, dict[str, Any]]:
-    """`cupy_ipc:kernel=fused,threads=256` -> the transport's registered name, and its options.
+    """`cupy_ipc:threads=256,strict=true` -> the transport's registered name, and its options.
 
     Raises:
         ValueError: an option without a value.
@@ -30,7 +30,7 @@ def named(contender: str) -> tuple[str, dict[str, Any]]:
     for one in given.split(",") if given else ():
         key, equals, value = one.partition("=")
         if not key or not equals or not value:
-            raise ValueError(f"{contender!r}: {one!r} is no KEY=VALUE; expected, say, cupy_ipc:kernel=fused")
+            raise ValueError(f"{contender!r}: {one!r} is no KEY=VALUE; expected, say, cupy_ipc:threads=256")
         options[key] = yaml.safe_load(value)
     return name, options
 

@@ -2,7 +2,7 @@
 every result is compared on the device.
 
     python -m dcpcomm.bench.replays --transport loopback_peer --json replays.json     # ranks: streams of one GPU
-    torchrun --nproc-per-node 2 -m dcpcomm.bench.replays --transport cupy_ipc:kernel=fused --json replays.json
+    torchrun --nproc-per-node 2 -m dcpcomm.bench.replays --transport cupy_ipc --json replays.json
 
 Each rank makes the partials of all ranks from a counter on its device, so it knows what its result must be: what
 `combine` makes of them, bit for bit. Exit status: 0, or 1 where a bit was wrong, or 2 for wrong usage.
@@ -16,6 +16,7 @@ import random
 import shlex
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -26,7 +27,7 @@ import typer
 from dcpcomm.bench.machine import commit, machine, versions
 from dcpcomm.bench.merge import numbers, of_rank_0, progress
 from dcpcomm.bench.ours import named
-from dcpcomm.bench.ranks import ProcessRanks
+from dcpcomm.bench.ranks import Meeting, ProcessRanks, Ranks, ThreadRanks
 from dcpcomm.combine.engine import by_destination, engine_for
 from dcpcomm.graphs import captured
 from dcpcomm.launch import emit, run_on_ranks, under_torchrun
@@ -105,8 +106,9 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(torch.int16 if tensor.element_size() == 2 else torch.int32)
 
 
-def run(group: Any, rank: int, size: int, device: torch.device, plan: Plan, say: Any) -> Tally:
-    """On one rank. Collective."""
+def run(group: Any, ranks: Ranks, device: torch.device, plan: Plan, say: Callable[[str], Any]) -> Tally:
+    """On one rank, of a group that a `DCPMerger` takes. Collective."""
+    rank, size = ranks.rank, ranks.size
     shape = MergeShape(
         max_tokens=max(plan.rows), num_heads=plan.heads, head_dim=plan.dim, dtype=getattr(torch, plan.dtype),
         lse_base="e",
@@ -138,20 +140,26 @@ def run(group: Any, rank: int, size: int, device: torch.device, plan: Plan, say:
                     wrong.add_((_bits(mine) != _bits(right)).sum())
                     words.add_(mine.numel())
 
+        def late(cycles: int) -> None:
+            if device.type == "cuda":
+                torch.cuda._sleep(cycles)
+
         def settle() -> None:
             if device.type == "cuda":
                 torch.cuda.current_stream(device).synchronize()
             merger.check()
 
+        late(1)  # all kernels are loaded now: that waits for the device, and so perhaps for another rank
         for _ in range(2):
             step()
         settle()
         graph = captured(step, device)
+        ranks.meet()  # to capture takes memory, which waits for the device as well
         steps = 2
         began = time.monotonic()
         for number in range(plan.replays):
-            if device.type == "cuda" and lateness.randrange(_LATE_EVERY) == 0:
-                torch.cuda._sleep(int(lateness.random() * _MOST_LATE_US * 1800))
+            if lateness.randrange(_LATE_EVERY) == 0:
+                late(int(lateness.random() * _MOST_LATE_US * 1800))
             if number % _EAGER_EVERY == _EAGER_EVERY - 1:
                 step()
                 steps += 1
@@ -173,12 +181,12 @@ def _on_rank(plan: Plan) -> Tally:
     torch.cuda.set_device(local)
     ranks = ProcessRanks()
     plan = ranks.gather(plan)[0]  # each has rolled a seed of its own
-    return run(ranks.nccl(), ranks.rank, ranks.size, torch.device("cuda", local), plan, emit)
+    return run(ranks.nccl(), ranks, torch.device("cuda", local), plan, emit)
 
 
 def main(
     transport: Annotated[
-        str, typer.Option(help="registered name, perhaps with options: cupy_ipc:kernel=fused,strict=true")
+        str, typer.Option(help="registered name, perhaps with options: cupy_ipc:threads=128,strict=true")
     ],
     replays: Annotated[int, typer.Option(help="of a graph with a merge for each of --rows", min=1)] = 100_000,
     ranks: Annotated[int, typer.Option(help="N, virtual ranks; under torchrun its ranks are used", min=2)] = 2,
@@ -211,8 +219,11 @@ def main(
         else:
             device = torch.device("cuda", torch.cuda.current_device())
 
+            meeting = Meeting(ranks)
+
             def on_thread(group: LoopbackRank) -> Tally:
-                return run(group, group.rank, ranks, device, plan, say if group.rank == 0 else lambda text: None)
+                mine = ThreadRanks(meeting, group.rank)
+                return run(group, mine, device, plan, say if group.rank == 0 else lambda text: None)
 
             tallies = LoopbackWorld(ranks).run(on_thread, timeout_s=_PATIENCE_S)
     if tallies is None:  # another rank than 0 under torchrun

@@ -173,7 +173,7 @@ class Channel:
             return  # of no rows, the peers send none either
         self._group.control.note(self._blame.cancel_key(ordinal), f"{type(error).__name__}: {error}")
         transport = self._transports[self._decision.transport_for(tokens)]
-        if self._send is None or not type(transport).needs_workspace():
+        if transport.fused is None and (self._send is None or not transport.needs_workspace(self._on_gpu)):
             return  # they find the note when their deadline passes
         try:
             if self._on_gpu:

@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 import torch
 
 import dcpcomm
+from dcpcomm import topology
 from dcpcomm.combine.engine import engine_in_words
 from dcpcomm.combine.wire import row_bytes
 from dcpcomm.config import MergeConfig, config_fingerprint, options_for
@@ -119,7 +120,7 @@ def connect_transport(
     group.generation += 1
     transport: MergeTransport | None = None
     try:
-        if cls.needs_workspace():
+        if cls.needs_workspace(topology.on_gpu(group.device)):
             workspace.regions()  # memory that isn't there is this rank's reason too
         transport = cls(group, shape, options_for(config, cls))
         posted = b"+" + transport.prepare()

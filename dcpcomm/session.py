@@ -21,7 +21,7 @@ from dcpcomm.rows import RowCounts
 from dcpcomm.select import establish, select
 from dcpcomm.transport import MergeShape
 from dcpcomm.watchdog import Watchdog
-from dcpcomm.workspace import Workspace
+from dcpcomm.workspace import Workspace, counter_bytes
 
 __all__ = ["Session"]
 
@@ -59,14 +59,12 @@ class Session:
         self._workspace = Workspace(shape, self.group.size, self.device)
         with self.group.control.beating(), topology.on_device(self.device):
             self.decision, self.transports = select(self.group, shape, self.config, self.device, self._workspace)
-        if not any(type(one).needs_workspace() for one in self.transports.values()):
+        self._on_gpu = topology.on_gpu(self.device)
+        if not any(type(one).needs_workspace(self._on_gpu) for one in self.transports.values()):
             self._workspace.release()
         self._watchdog = Watchdog(
             self.group.control, shape.channels, watchdog.timeout_s, watchdog.action, self, self.engine.progress
         )
-        if self._workspace.memory is not None:
-            with torch.inference_mode(False):
-                self.engine.ordinals = self._workspace.regions()["ordinals"].view(torch.int64)[: shape.channels]
         self.engine.reset()
         self.channels = self._make_channels()
         self.closed = False
@@ -92,6 +90,7 @@ class Session:
     def device_bytes(self) -> int:
         """Bytes of device memory held, the transports' included."""
         total = self.workspace.numel() if self.workspace is not None else 0
+        total += counter_bytes(self.shape, self.group.size, self._on_gpu)
         for transport in self.transports.values():
             cls = type(transport)
             total += cls.device_bytes(self.shape, self.group.size, options_for(self.config, cls))
@@ -159,7 +158,7 @@ class Session:
         theirs. With one channel it is known which they are in, and they are told; with several, all of them are broken.
         """
         # On a GPU what calls a call off has as many rows as the call, and nobody knows how many these are.
-        if len(self.channels) == 1 and not topology.on_gpu(self.device) and self.channels[0].broken is None:
+        if len(self.channels) == 1 and not self._on_gpu and self.channels[0].broken is None:
             ordinal = self.channels[0].enter()
             try:
                 self.channels[0].cancel(ordinal, 1, self.shape.head_dim, error)

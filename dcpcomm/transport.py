@@ -261,7 +261,7 @@ class MergeTransport(ABC):
         raise TypeError(f"transport {self.name!r} is not ragged: it cannot cancel a call")
 
     @classmethod
-    def needs_workspace(cls) -> bool:
+    def needs_workspace(cls, on_gpu: bool) -> bool:
         """Whether the framework must hand it packed buffers."""
         return cls.fused_merge is None and cls.capabilities.layout == "packed"
 
@@ -319,7 +319,8 @@ class PeerMemoryTransport(MergeTransport):
             self._engine = HostPut(self.group, self.shape, buffers)
             return
         from dcpcomm.combine.cuda_engine import kernels_for
-        from dcpcomm.combine.device_put import DevicePut
+        from dcpcomm.combine.fused import FusedPeer
+        from dcpcomm.combine.peer_options import PeerOptions
 
         waiting, queues = self.shape.channels * buffers.sharing, topology.hardware_queues()
         if self.shape.channels > 1 and queues < 2 * waiting:
@@ -331,13 +332,9 @@ class PeerMemoryTransport(MergeTransport):
 
         kernels = kernels_for(buffers.own.device, self.shape.dtype, self.group.size)
         if kernels is None:
-            raise TransportUnavailable("the CUDA kernels that put the rows can't be compiled here; the log says why")
-        if getattr(self.options, "kernel", "put") == "fused":
-            from dcpcomm.combine.fused import FusedPeer
-
-            self.fused = self._engine = FusedPeer(self.group, self.shape, buffers, kernels, self.options)
-        else:
-            self._engine = DevicePut(self.group, self.shape, buffers, kernels)
+            raise TransportUnavailable("the CUDA kernels can't be compiled here; the log says why")
+        options = self.options if isinstance(self.options, PeerOptions) else PeerOptions.model_validate({})
+        self.fused = self._engine = FusedPeer(self.group, self.shape, buffers, kernels, options)
 
     def exchange(self, send: Any, channel: int, recv: torch.Tensor | None = None) -> Any:
         return self._engine.exchange(send, channel, recv)
@@ -350,12 +347,14 @@ class PeerMemoryTransport(MergeTransport):
 
     @classmethod
     def device_bytes(cls, shape: MergeShape, world_size: int, options: Any) -> int:
-        from dcpcomm.combine.device_put import slots_bytes
         from dcpcomm.combine.fused import fused_bytes
+        from dcpcomm.combine.host_put import slots_bytes
 
-        # The same on CPU, where nothing is fused: a merger's memory doesn't depend on where it is.
-        fused = getattr(options, "kernel", "put") == "fused"
-        return max(slots_bytes(shape, world_size), fused_bytes(shape, world_size) if fused else 0)
+        return max(slots_bytes(shape, world_size), fused_bytes(shape, world_size))
+
+    @classmethod
+    def needs_workspace(cls, on_gpu: bool) -> bool:
+        return not on_gpu  # there the kernel reads the caller's rows themselves
 
 
 def _names(values: tuple[Any, ...]) -> str:

@@ -8,9 +8,20 @@ from typing import Any
 import torch
 
 from dcpcomm.combine.wire import block_bytes
+from dcpcomm.errors import ShapeError
 from dcpcomm.transport import MergeShape
 
-__all__ = ["ALIGNMENT", "Region", "Workspace", "WorkspacePlan", "aligned", "block_capacity", "plan", "plan_bytes"]
+__all__ = [
+    "ALIGNMENT",
+    "Region",
+    "Workspace",
+    "WorkspacePlan",
+    "aligned",
+    "block_capacity",
+    "counter_bytes",
+    "plan",
+    "plan_bytes",
+]
 
 ALIGNMENT = 128  # a cache line pair on the GPU: no region shares a line with another
 
@@ -58,8 +69,7 @@ def wire_bytes(shape: MergeShape, world_size: int, tokens: int, width: int) -> i
 
 
 def plan(shape: MergeShape, world_size: int) -> WorkspacePlan:
-    """The framework's own buffers on each rank: per channel, N blocks to send, N blocks to receive, and a count of
-    calls.
+    """The framework's own buffers on each rank: per channel, N blocks to send and N blocks to receive.
 
     Raises:
         ShapeError: the heads don't divide over `world_size` ranks.
@@ -73,8 +83,6 @@ def plan(shape: MergeShape, world_size: int) -> WorkspacePlan:
             for what in ("send", "recv"):
                 regions.append(Region(f"{what}[{channel}]", offset, nbytes))
                 offset += nbytes
-        regions.append(Region("ordinals", offset, aligned(8 * shape.channels)))
-        offset += regions[-1].nbytes
     return WorkspacePlan(regions, offset)
 
 
@@ -87,11 +95,10 @@ class Workspace:
         self.device = device
 
     def regions(self) -> dict[str, torch.Tensor]:
-        """uint8 by name: "send[0]", "recv[0]", ..., a pair for each channel, and "ordinals", zeroed at first."""
+        """uint8 by name: "send[0]", "recv[0]", ..., a pair for each channel."""
         if self.memory is None:
             with torch.inference_mode(False):  # an inference tensor could not be written outside of inference mode
                 self.memory = torch.empty(self.plan.total, dtype=torch.uint8, device=self.device)
-                self.plan.region("ordinals").of(self.memory).zero_()
         memory = self.memory
         return {region.name: region.of(memory) for region in self.plan.regions}
 
@@ -100,7 +107,12 @@ class Workspace:
         self.memory = None
 
 
-def plan_bytes(shape: MergeShape, world_size: int, config: Any = None) -> int:
+def counter_bytes(shape: MergeShape, world_size: int, on_gpu: bool) -> int:
+    """What the engine itself holds: on a GPU a count of calls for each channel."""
+    return 8 * shape.channels if on_gpu and world_size > 1 else 0
+
+
+def plan_bytes(shape: MergeShape, world_size: int, config: Any = None, device: str | None = None) -> int:
     """Device bytes that a merger of `shape` takes on each rank of a group of `world_size`.
 
     Exact where `config` names a transport; with several candidates, the most that `max_live` of them take together.
@@ -108,9 +120,10 @@ def plan_bytes(shape: MergeShape, world_size: int, config: Any = None) -> int:
 
     Args:
         config: as for `DCPMerger`.
+        device: "cuda" or "cpu", where the merger will be; by default, as for `DCPMerger`, a GPU if there is one here.
 
     Raises:
-        ShapeError: the heads don't divide over `world_size` ranks.
+        ShapeError: the heads don't divide over `world_size` ranks; another `device`.
         ConfigError: as `load_config`.
     """
     from dcpcomm.config import load_config, options_for
@@ -118,6 +131,10 @@ def plan_bytes(shape: MergeShape, world_size: int, config: Any = None) -> int:
     from dcpcomm.select import candidate_names
 
     shape.check_world_size(world_size)
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if device not in ("cpu", "cuda"):
+        raise ShapeError(f"device is {device!r}; expected 'cpu' or 'cuda'")
+    on_gpu = device == "cuda"
     if world_size == 1:
         return 0
     loaded = load_config(config)
@@ -127,7 +144,7 @@ def plan_bytes(shape: MergeShape, world_size: int, config: Any = None) -> int:
         cls, _ = try_load(name)
         if cls is None:
             continue
-        if cls.needs_workspace():
+        if cls.needs_workspace(on_gpu):
             own = plan(shape, world_size).total
         extra.append(cls.device_bytes(shape, world_size, options_for(loaded, cls)))
-    return own + sum(sorted(extra, reverse=True)[: loaded.max_live])
+    return own + counter_bytes(shape, world_size, on_gpu) + sum(sorted(extra, reverse=True)[: loaded.max_live])

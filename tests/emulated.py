@@ -43,7 +43,6 @@ _ENTRIES = {
     "pack.cu": ([f"pack_{unit}" for unit in UNITS], "PackParams"),
     "combine.cu": (["combine_1", "combine_16"], "CombineParams"),
     "scale.cu": (["scale_1", "scale_16"], "ScaleParams"),
-    "put.cu": (["put"], "PutParams"),
     "fused.cu": (["fused_16", "fused_1"], "FusedParams"),
 }
 #: Whose blocks wait for other ranks', and so must all be there at once.
@@ -72,7 +71,7 @@ def host_source(name: str | Path, entries: list[tuple[str, str]] | None = None) 
     assert "asm" not in text
     if entries is None:
         names, struct = _ENTRIES[name]
-        entries = [(one, struct) for one in names] + ([("take", "TakeParams")] if name == "put.cu" else [])
+        entries = [(one, struct) for one in names]
     text += _BEHIND
     how = f"gx, gy, bx, by, {str(name in _TOGETHER).lower()}"
     for one, params in entries:
@@ -124,13 +123,12 @@ class EmulatedKernels(Kernels):
         self._fused: dict[Any, FusedKernels] = {}
         self._one_at_a_time = threading.Lock()
         libraries = {name: self._library(name, ranks) for name in files}
-        entries = [(file, name) for file in _AT_ONCE for name in _ENTRIES[file][0]] + [("put.cu", "take")]
+        entries = [(file, name) for file in _AT_ONCE for name in _ENTRIES[file][0]]
         self._functions: list[Any] = [
             libraries[file][f"run_{name}"] if file in libraries else None for file, name in entries
         ]
         self._pack = {unit: index for index, unit in enumerate(UNITS)}
         self._combine, self._scale = (4, 5), (6, 7)
-        self._put, self._take = 8, 9
 
     def _library(self, name: str, ranks: int, **more: int) -> ctypes.CDLL:
         defines = defines_for(name, self.dtype, ranks) | more

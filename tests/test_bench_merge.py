@@ -198,15 +198,15 @@ def test_a_transport_that_cannot_serve_is_left_out_unless_it_was_named(
 
 def test_a_contender_has_a_name_and_options() -> None:
     assert named("cupy_ipc") == ("cupy_ipc", {})
-    given = {"kernel": "fused", "threads": 256, "strict": True}
-    assert named("cupy_ipc:kernel=fused,threads=256,strict=true") == ("cupy_ipc", given)
+    given = {"threads": 256, "strict": True}
+    assert named("cupy_ipc:threads=256,strict=true") == ("cupy_ipc", given)
     for wrong in ("x:kernel", "x:=1", "x:a=1,"):
         with pytest.raises(ValueError, match="expected, say"):
             named(wrong)
 
 
 def test_options_reach_the_transport(without_gpu: Callable[[Settings], list[Answer]]) -> None:
-    contenders = ("loopback_peer", "loopback_peer:kernel=put,strict=true")
+    contenders = ("loopback_peer", "loopback_peer:threads=128,strict=true")
     found = without_gpu(Settings(contenders, heads=8, dim=32, rows=(1,)))
     assert [case.name for case in found[0].cases] == list(contenders)
     assert not any(case.wrong for case in found[0].cases)

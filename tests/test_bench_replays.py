@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from dcpcomm.bench import replays
+from dcpcomm.bench.ranks import Meeting, ThreadRanks
 from dcpcomm.bench.replays import Plan, Tally
 from dcpcomm.merger import DCPMerger
 from dcpcomm.testing import LoopbackWorld
@@ -23,8 +24,9 @@ def _without_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run(plan: Plan, n: int = 2) -> list[Tally]:
+    meeting = Meeting(n)
     found: list[Tally] = LoopbackWorld(n).run(
-        lambda group: replays.run(group, group.rank, n, CPU, plan, lambda text: None)
+        lambda group: replays.run(group, ThreadRanks(meeting, group.rank), CPU, plan, lambda text: None)
     )
     return found
 

@@ -25,10 +25,9 @@ NAMES = {
     "pack.cu": ["pack_16", "pack_8", "pack_4", "pack_2"],
     "combine.cu": ["combine_16", "combine_1"],
     "scale.cu": ["scale_16", "scale_1"],
-    "put.cu": ["put", "take"],
     "fused.cu": ["fused_16", "fused_1"],
 }
-FILES = [("put.cu", torch.float32, 2), ("pack.cu", torch.bfloat16, 2), ("pack.cu", torch.float32, 2)]
+FILES = [("pack.cu", torch.bfloat16, 2), ("pack.cu", torch.float32, 2)]
 #: N by architecture: all of it once, samples elsewhere.
 RANKS = {(9, 0): (1, 2, 3, 8, 16, 17)}
 
@@ -136,10 +135,7 @@ def test_without_cupy_the_error_says_what_to_install(monkeypatch: pytest.MonkeyP
 
 _C_TYPES = {"u64": ctypes.c_uint64, "i64": ctypes.c_int64, "u32": ctypes.c_uint32, "i32": ctypes.c_int32}
 _C_TYPES |= {"Counts": structs.Counts, "Divisor": structs.Divisor}
-STRUCTS = [
-    "Divisor", "Counts", "PackParams", "CombineParams", "ScaleParams", "ChannelState", "PutParams", "TakeParams",
-    "FusedParams",
-]  # fmt: skip
+STRUCTS = ["Divisor", "Counts", "PackParams", "CombineParams", "ScaleParams", "FusedParams"]
 
 
 @pytest.mark.parametrize("name", STRUCTS)
@@ -243,9 +239,3 @@ def test_a_grid_covers_its_work(columns: int, rows: int) -> None:
     assert across * tall >= min(rows, 1)
     if across * down < 2112 - down:
         assert across * tall >= rows, "few blocks, and yet a loop"
-
-
-def test_waiting_grids_stay_small() -> None:
-    for nbytes, n in ((16, 2), (1 << 20, 2), (1 << 26, 8)):
-        assert kernels.take_grid(nbytes, n)[0] <= 8
-        assert kernels.put_grid(nbytes, n - 1, 132)[0] * (n - 1) <= 264

@@ -15,7 +15,6 @@ import pytest
 import torch
 
 from tests import kernel_checks as checks
-from tests import put_checks
 from tests.emulated import COMPILER, EmulatedKernels
 from tests.kernel_rig import DTYPES, Rig
 
@@ -88,11 +87,6 @@ def test_a_header_that_differs_makes_all_of_it_nan(rig: Rig, n: int) -> None:
     checks.check_headers(rig, torch.bfloat16, n)
 
 
-@pytest.mark.parametrize("n", [2, 3, 8])
-def test_what_is_put_is_taken(rig: Rig, n: int) -> None:
-    put_checks.check_rounds(rig, n, 7)
-
-
 @pytest.mark.parametrize("n", [1, 2, 17])
 def test_warming_runs_every_variant_once_and_waits_for_nobody(
     rig: Rig, n: int, monkeypatch: pytest.MonkeyPatch
@@ -109,24 +103,4 @@ def test_warming_runs_every_variant_once_and_waits_for_nobody(
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     kernels.warm(stream=0)
-    assert sorted(set(ran)) == list(range(10 if n > 1 else 6))
-
-
-@pytest.mark.parametrize("scatter", ["heads", "tokens", "none"])
-def test_a_whole_merge_is_the_oracle(rig: Rig, scatter: str) -> None:
-    put_checks.check_chain(rig, torch.bfloat16, 3, 40, scatter)
-    put_checks.check_chain(rig, torch.float32, 2, 17, scatter)
-
-
-@pytest.mark.parametrize(("n", "missing"), [(2, 1), (3, 0), (4, 2)])
-def test_past_the_deadline_the_missing_rank_is_named(rig: Rig, n: int, missing: int) -> None:
-    put_checks.check_deadline(rig, n, missing)
-
-
-@pytest.mark.parametrize("n", [2, 3])
-def test_a_rank_may_run_a_call_ahead(rig: Rig, n: int) -> None:
-    put_checks.check_runs_ahead(rig, n)
-
-
-def test_a_record_not_yet_read_stays(rig: Rig) -> None:
-    put_checks.check_unread_record(rig, 3)
+    assert sorted(set(ran)) == list(range(8 if n > 1 else 6))

@@ -58,7 +58,6 @@ class Exchange:
                 one = cuda_engine.CudaEngine(shape, rank, n, rig.kernels(shape.dtype, n))
             else:
                 one = torch_cuda.TorchCudaEngine(shape, rank, n, torch.device("cpu"))
-            one.ordinals = torch.zeros(shape.channels, dtype=torch.int64)
             self.engines.append(one)
         self.calls: dict[Any, Any] = {}
 

@@ -1,5 +1,5 @@
-"""Whole merges of the GPU path without a GPU: channels, the CUDA engine, verification under replays, over put and take
-and over the fused kernel."""
+"""Whole merges of the GPU path without a GPU: channels, the CUDA engine, verification under replays; packed, and by the
+fused kernel."""
 
 from __future__ import annotations
 
@@ -22,16 +22,14 @@ pytestmark = [
 ELSEWHERE = ("graph-replay", "wrong-call-on-one-rank")
 
 
-@pytest.mark.parametrize(("kernel", "n", "every"), [("put", 2, 3), ("fused", 3, 1)])
+@pytest.mark.parametrize(("transport", "n", "every"), [("loopback", 2, 3), ("loopback_peer", 3, 1)])
 def test_conformance_of_the_gpu_path(
-    kernel: str, n: int, every: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    transport: str, n: int, every: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Of put and take, which passed all of it on a GPU, every third case."""
     used = pretend(monkeypatch, tmp_path)
     assert LoopbackPeer.capabilities.graph_capturable, "or verification replays nothing"
     cases = [case for case in CASES if case.name not in ELSEWHERE][::every]
-    config = {"options": {"loopback_peer": {"kernel": kernel}}}
-    report = run_conformance("loopback_peer", ranks=(n,), cases=cases, config=config, device="cpu", world="threads")
+    report = run_conformance(transport, ranks=(n,), cases=cases, device="cpu", world="threads")
     failed = {result.case: result.detail[:600] for result in report.results if result.outcome == "failed"}
     assert not failed
     assert used, "the CUDA engine did not run"

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from dcpcomm import topology
-from dcpcomm.combine.device_put import Absences
+from dcpcomm.combine.absences import Absences
 from dcpcomm.combine.driver import Launch
 from dcpcomm.combine.engine import Layout, Partials
 from dcpcomm.combine.gpu import GpuEngine

@@ -58,6 +58,9 @@ class GpuEngine(Engine):
         super().__init__(shape, rank, world_size)
         self.device = device
         self.records = CallRecords(shape.channels, world_size)
+        if world_size > 1:
+            with torch.inference_mode(False):
+                self.ordinals = torch.zeros(shape.channels, dtype=torch.int64, device=device)
         self._streams: set[int] = set()
 
     def stream(self) -> int:

@@ -20,9 +20,14 @@ from dcpcomm.group import Group
 from dcpcomm.transport import MergeShape, PeerBuffers
 from dcpcomm.workspace import ALIGNMENT, block_capacity
 
-__all__ = ["HostPut"]
+__all__ = ["HostPut", "slots_bytes"]
 
 _SLOTS = 2
+
+
+def slots_bytes(shape: MergeShape, world_size: int) -> int:
+    """Bytes of one rank's memory: by channel, two slots of a block and a flag for each source."""
+    return shape.channels * _SLOTS * world_size * (block_capacity(shape, world_size) + ALIGNMENT)
 
 
 class HostPut:

@@ -1,4 +1,4 @@
-"""Pack, combine, scale, put, take and the fused kernel on a GPU: which variant, which grid, and the launch.
+"""Pack, combine, scale and the fused kernel on a GPU: which variant, which grid, and the launch.
 
     kernels = Kernels(device, torch.bfloat16, world_size)
     kernels.warm()                                                      # before the first capture
@@ -22,13 +22,10 @@ from dcpcomm.combine.nvrtc import Binary, compile_kernels
 from dcpcomm.combine.params import WireAt, combine_params, pack_params, pack_unit, vectorised
 from dcpcomm.combine.scale import scale_params
 from dcpcomm.combine.structs import (
-    ChannelState,
     CombineParams,
     FusedParams,
     PackParams,
-    PutParams,
     ScaleParams,
-    TakeParams,
     struct_sizes,
 )
 from dcpcomm.combine.wire import KIND_CANCELLED, Header, row_bytes
@@ -39,8 +36,6 @@ __all__ = [
     "Kernels",
     "defines_for",
     "fused_threads",
-    "put_grid",
-    "take_grid",
     "tile",
 ]
 
@@ -50,8 +45,6 @@ _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _THREADS = 128
 _MOST_WIDE = 256
 _BLOCKS_PER_SM = 16
-_PUT_THREADS, _TAKE_THREADS = 256, 512
-_MOST_TAKE_BLOCKS = 8  # blocks that wait must all be resident, those of other ranks on the same GPU too
 
 
 def defines_for(name: str, dtype: torch.dtype, world_size: int) -> dict[str, int]:
@@ -85,18 +78,6 @@ def fused_threads(ranks: int, vectors: bool) -> tuple[int, ...]:
     """
     many = (8 if vectors else 4) < ranks <= MOST_TEMPLATED_RANKS
     return (64, 128, 256) if many else (64, 128, 256, 512)
-
-
-def put_grid(nbytes: int, peers: int, processors: int) -> tuple[int, int, int, int]:
-    """For `nbytes` to each of `peers`: as `tile`, a peer to each grid y."""
-    blocks = -(-nbytes // (16 * _PUT_THREADS))
-    return max(1, min(blocks, 2 * processors // peers)), peers, _PUT_THREADS, 1
-
-
-def take_grid(nbytes: int, world_size: int) -> tuple[int, int, int, int]:
-    """For `nbytes` from each of `world_size`: few enough to be resident beside those of the other ranks."""
-    blocks = -(-nbytes * world_size // (16 * _TAKE_THREADS))
-    return max(1, min(blocks, _MOST_TAKE_BLOCKS)), 1, _TAKE_THREADS, 1
 
 
 class FusedKernels(NamedTuple):
@@ -143,8 +124,6 @@ class Kernels:
         self._combine = combine["combine_1"], combine["combine_16"]
         scale = self._load("scale.cu", ["scale_1", "scale_16"], ranks) if world_size > 1 else {}
         self._scale = scale.get("scale_1", 0), scale.get("scale_16", 0)
-        put = self._load("put.cu", ["put", "take"], ranks) if world_size > 1 else {}
-        self._put, self._take = put.get("put", 0), put.get("take", 0)
         self._ranks = ranks
         self._fused: dict[Any, FusedKernels] = {}
         self._one_at_a_time = threading.Lock()
@@ -229,15 +208,6 @@ class Kernels:
         grid = tile(params.lanes, params.row_count, self._most_blocks)
         return self._bind(self._scale[vectors], "scale", grid, params)
 
-    def bind_put(self, params: PutParams) -> Launch:
-        """`params` with its grid. Only for groups of two and more."""
-        grid = put_grid(params.nbytes, params.ranks - 1, self.processors)
-        return self._bind(self._put, "put", grid, params)
-
-    def bind_take(self, params: TakeParams) -> Launch:
-        """`params` with its grid. Only for groups of two and more."""
-        return self._bind(self._take, "take", take_grid(params.nbytes, params.ranks), params)
-
     def pack(self, stream: int, params: PackParams) -> None:
         """Headers and rows into blocks, one for each destination; advances the channel's ordinal."""
         self.bind_pack(params)(stream)
@@ -250,14 +220,6 @@ class Kernels:
         """This rank's rows times their shares, in the order of a reduce-scatter, and its merged LSEs."""
         self.bind_scale(params)(stream)
 
-    def put(self, stream: int, params: PutParams) -> None:
-        """Blocks into the peers' memory, then this rank's flag there; advances the channel's epoch."""
-        self.bind_put(params)(stream)
-
-    def take(self, stream: int, params: TakeParams) -> None:
-        """Wait for the peers' flags, then copy their blocks; past the deadline give the channel up."""
-        self.bind_take(params)(stream)
-
     def warm(self, stream: int | None = None) -> None:
         """Run every variant once, on scratch memory: none is then first loaded in a capture. Waits for the device."""
         with torch.cuda.device(self.device), torch.inference_mode(False):
@@ -268,10 +230,9 @@ class Kernels:
             at = WireAt(wire.data_ptr(), 2 * pitch, pitch, 16)
             rows = torch.zeros((n, 1, 1, width), dtype=self.dtype, device=self.device)
             lse = torch.zeros((n, 1, 1), dtype=torch.float32, device=self.device)
-            words = torch.zeros(4 + n + -(-ctypes.sizeof(ChannelState) // 8), dtype=torch.int64, device=self.device)
-            words[1], words[4 : 4 + n] = 1, words.data_ptr()  # a channel given up, so that nobody waits
+            counter = torch.zeros(1, dtype=torch.int64, device=self.device)
             torch.cuda.synchronize()
-            ordinal = words.data_ptr() + 16
+            ordinal = counter.data_ptr()
             header = Header(0, 0, 1, 0, width)
             for unit in UNITS:
                 self.bind_pack(pack_params(at, rows, lse, 0, header, ordinal), unit)(stream)
@@ -283,11 +244,6 @@ class Kernels:
                 scaling = scale_params(rows[0], lse, rows[:1], lse[0], 0, "none", "e")
                 for vectors in (False, True):
                     self.bind_scale(scaling, vectors)(stream)
-                peers, state = words.data_ptr() + 32, words.data_ptr() + 8 * (4 + n)
-                self.put(stream, PutParams(at.address, 0, peers, 16, 0, 0, 0, 8, state, 0, n, 0))
-                self.take(stream, TakeParams(
-                    at.address, 0, at.address, 0, peers, 16, 16, 0, 0, 0, 8, state, 0, 1, n, 0
-                ))  # fmt: skip
             torch.cuda.synchronize()
 
     def close(self) -> None:

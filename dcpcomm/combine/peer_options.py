@@ -10,25 +10,22 @@ __all__ = ["PeerOptions"]
 
 
 class PeerOptions(BaseModel):
-    """How rows are put into the peers' memory, on GPUs."""
+    """Of the fused kernel, on GPUs; on CPU they do nothing."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    kernel: Literal["put", "fused"] = Field(
-        "put", description="put: pack, put, take and combine; fused: one launch, not yet run on a GPU"
-    )
     blocks: Annotated[int, Field(gt=0, le=2048)] | None = Field(
-        None, description="fused: blocks of a launch at the most; by default as many as the work has and may wait"
+        None, description="blocks of a launch at the most; by default as many as the work has and may wait"
     )
     threads: Literal[64, 128, 256, 512] | None = Field(
-        None, description="fused: threads of a block, of which 32 look after headers"
+        None, description="threads of a block, of which 32 look after headers"
     )
     vectors_per_thread: Annotated[int, Field(gt=0, le=1024)] | None = Field(
-        None, description="fused: vectors of 16 bytes that a thread merges one after another, at the least"
+        None, description="vectors of 16 bytes that a thread merges one after another, at the least"
     )
     programmatic: bool = Field(
         False,
-        description="fused: a launch may overlap the end of the one before it (sm_90 on); not with others' kernels in "
+        description="a launch may overlap the end of the one before it (sm_90 on); not with others' kernels in "
         "between that do so and don't wait themselves",
     )
-    strict: bool = Field(False, description="fused: with the fence that PTX asks for behind each call")
+    strict: bool = Field(False, description="with the fence that PTX asks for behind each call")

@@ -6,15 +6,12 @@ import ctypes
 from typing import Any
 
 __all__ = [
-    "ChannelState",
     "CombineParams",
     "Counts",
     "Divisor",
     "FusedParams",
     "PackParams",
-    "PutParams",
     "ScaleParams",
-    "TakeParams",
     "struct_sizes",
 ]
 
@@ -106,40 +103,6 @@ class ScaleParams(ctypes.Structure):
     width: int  # D, as in CombineParams
 
 
-class ChannelState(ctypes.Structure):
-    """`ChannelState`: a channel's progress, in device memory, zeroed before the first put."""
-
-    _fields_ = [("epoch", _U64), *_fields(_U32, "put_finished take_finished take_failed unused")]
-
-
-class PutParams(ctypes.Structure):
-    """The argument of put.cu's `put`."""
-
-    _fields_ = [
-        ("send", _U64),
-        ("send_stride", _I64),
-        ("peers", _U64),
-        *_fields(_I64, "nbytes slot_stride block_capacity flags_offset poison_offset"),
-        *_fields(_U64, "state record"),
-        *_fields(_U32, "ranks rank"),
-    ]
-
-
-class TakeParams(ctypes.Structure):
-    """The argument of put.cu's `take`."""
-
-    _fields_ = [
-        ("send", _U64),
-        ("send_stride", _I64),
-        ("recv", _U64),
-        ("recv_stride", _I64),
-        ("peers", _U64),
-        *_fields(_I64, "nbytes header_bytes slot_stride block_capacity flags_offset poison_offset"),
-        *_fields(_U64, "state record deadline_ns"),
-        *_fields(_U32, "ranks rank"),
-    ]
-
-
 class FusedParams(ctypes.Structure):
     """The argument of fused.cu's kernels."""
 
@@ -168,8 +131,5 @@ def struct_sizes() -> dict[str, int]:
         "KERNEL_PACK_PARAMS_BYTES": ctypes.sizeof(PackParams),
         "KERNEL_COMBINE_PARAMS_BYTES": ctypes.sizeof(CombineParams),
         "KERNEL_SCALE_PARAMS_BYTES": ctypes.sizeof(ScaleParams),
-        "KERNEL_PUT_PARAMS_BYTES": ctypes.sizeof(PutParams),
-        "KERNEL_TAKE_PARAMS_BYTES": ctypes.sizeof(TakeParams),
         "KERNEL_FUSED_PARAMS_BYTES": ctypes.sizeof(FusedParams),
-        "KERNEL_CHANNEL_STATE_BYTES": ctypes.sizeof(ChannelState),
     }

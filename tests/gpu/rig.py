@@ -6,7 +6,6 @@ on the device before `together`, captures lie between two of them, results are f
 
 DCPCOMM_TEST_RIG=cpu runs what can be run without a GPU: a capture is then the function itself, a stream nothing.
 DCPCOMM_TEST_OVER=nccl_a2a runs the same between processes, over that transport and a GPU for each rank.
-DCPCOMM_TEST_KERNEL=fused runs it by that kernel of a peer-memory transport.
 """
 
 from __future__ import annotations
@@ -30,7 +29,6 @@ from tests.world import POOL_SIZE, THREADS, ProcessPool, World, config_for, meet
 
 OVER = os.environ.get("DCPCOMM_TEST_OVER", "loopback_peer")
 DEVICE = torch.device(os.environ.get("DCPCOMM_TEST_RIG") or ("cuda:0" if OVER in THREADS else "cuda"))
-KERNEL = os.environ.get("DCPCOMM_TEST_KERNEL")
 ON_GPU = DEVICE.type == "cuda"
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 RUN_TIMEOUT_S = 120.0  # kernels may have to be compiled first
@@ -68,8 +66,6 @@ def _on_own_gpu(group: Any, fn: Callable[..., Any], *args: Any) -> Any:
 
 def merger_for(group: Any, shape: dict[str, Any] | None = None, **config: Any) -> dcpcomm.DCPMerger:
     settings = config_for(group, **config)
-    if KERNEL:
-        settings.setdefault("options", {OVER: {"kernel": KERNEL}})
     return dcpcomm.DCPMerger(group, shape_of(group.size, **(shape or {})), config=settings, device=DEVICE)
 
 

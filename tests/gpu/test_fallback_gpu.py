@@ -39,7 +39,6 @@ class Side:
         self.engine: Any = (
             CudaEngine(shape, rank, N, kernels) if kernels is not None else TorchCudaEngine(shape, rank, N, DEVICE)
         )
-        self.engine.ordinals = torch.zeros(shape.channels, dtype=torch.int64, device=DEVICE)
         if ON_GPU:
             self.engine.reset()
         heads = shape.result_rows(t, N)[1]

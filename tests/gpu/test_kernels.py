@@ -17,7 +17,6 @@ from dcpcomm.combine.kernels import Kernels
 from dcpcomm.combine.params import combine_params, pack_params
 from dcpcomm.combine.wire import block_bytes
 from tests import kernel_checks as checks
-from tests import put_checks
 from tests.kernel_rig import DTYPES, Blocks, Rig, header_for
 from tests.oracle import same_bits
 
@@ -211,40 +210,6 @@ def test_one_producer_stream_is_enough_order(rig: Rig) -> None:
     for number in range(0, 300, 7):
         want, _ = checks.plain_merge(rig, fresh[number].cpu(), loop.lse.cpu(), torch.bfloat16)
         assert same_bits(kept[number].cpu(), want), f"round {number}"
-
-
-# ---------------------------------------------------------------- put and take
-
-
-@pytest.mark.parametrize("n", [2, 3, 4, 8, 16])
-def test_what_is_put_is_taken(rig: Rig, n: int) -> None:
-    put_checks.check_rounds(rig, n, 60)
-
-
-@pytest.mark.parametrize("n", [2, 3, 4])
-def test_takes_wait_for_puts_that_come_later(rig: Rig, n: int) -> None:
-    put_checks.check_rounds(rig, n, 60, skewed=True)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("scatter", ["heads", "tokens", "none"])
-def test_a_whole_merge_is_the_oracle(rig: Rig, dtype: torch.dtype, scatter: str) -> None:
-    for n, d in ((2, 128), (3, 72), (4, 576), (8, 64)):
-        put_checks.check_chain(rig, dtype, n, d, scatter)
-
-
-@pytest.mark.parametrize(("n", "missing"), [(2, 1), (3, 0), (4, 2), (8, 7)])
-def test_past_the_deadline_the_missing_rank_is_named(rig: Rig, n: int, missing: int) -> None:
-    put_checks.check_deadline(rig, n, missing)
-
-
-@pytest.mark.parametrize("n", [2, 3])
-def test_a_rank_may_run_a_call_ahead(rig: Rig, n: int) -> None:
-    put_checks.check_runs_ahead(rig, n)
-
-
-def test_a_record_not_yet_read_stays(rig: Rig) -> None:
-    put_checks.check_unread_record(rig, 3)
 
 
 # ---------------------------------------------------------------- times

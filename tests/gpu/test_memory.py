@@ -101,7 +101,7 @@ def test_construction_takes_what_was_planned_to_the_byte(n: int, rng: torch.Gene
     for rank, (found, _) in enumerate(by_rank):
         (before, before_blocks), (made, made_blocks), (room, _), (used, _), (again, _), (closed, _) = found
         assert made - before == n * planned[0], f"rank {rank}: {n} x {planned[0]} were planned"
-        # Two requests of each rank: the workspace, and what the transport offers to its peers.
+        # Two requests of each rank: the engine's counts of calls, and what the transport offers to its peers.
         assert made_blocks - before_blocks <= n * (planned[0] + 2 * 512), f"rank {rank}"
         assert used == room, f"rank {rank}: a merge into `out` took {used - room} bytes for good"
         assert again == room, f"rank {rank}: reset() took {again - room} bytes for good"

@@ -139,51 +139,6 @@ struct ScaleParams {
     Divisor by_heads;
 };
 
-// Progress of one channel of put and take on one rank, in its own device memory, zeroed at first.
-struct ChannelState {
-    u64 epoch;          // of the last put
-    u32 put_finished;   // blocks of the put at work
-    u32 take_finished;  // blocks of the take at work
-    u32 take_failed;    // bits: 1 a peer is missing, 2 the channel was given up by a peer
-    u32 unused;
-};
-
-// A channel's shared memory on every rank, from peers[p]: slot 0 and 1 of N blocks of `block_capacity` each, `slot_stride` apart;
-// at flags_offset N flags for each slot, 128 bytes apart; at poison_offset one word, not 0 once the channel is given up.
-struct PutParams {
-    u64 send;  // block 0
-    i64 send_stride;
-    u64 peers;  // u64 [N] in device memory: base addresses, `rank`'s own too
-    i64 nbytes;  // of each block, a multiple of 16
-    i64 slot_stride;
-    i64 block_capacity;
-    i64 flags_offset;
-    i64 poison_offset;
-    u64 state;   // ChannelState
-    u64 record;  // pinned host memory, int64 [2 + N]: state, epoch, 1 for each rank that is missing; or 0
-    u32 ranks;
-    u32 rank;
-};
-
-struct TakeParams {
-    u64 send;
-    i64 send_stride;
-    u64 recv;  // block 0
-    i64 recv_stride;
-    u64 peers;
-    i64 nbytes;
-    i64 header_bytes;  // of each block, a multiple of 16: decided last
-    i64 slot_stride;
-    i64 block_capacity;
-    i64 flags_offset;
-    i64 poison_offset;
-    u64 state;
-    u64 record;
-    u64 deadline_ns;  // 0: wait on
-    u32 ranks;
-    u32 rank;
-};
-
 // A channel's shared memory on every rank begins at peer[n]. Slot s of two is at s * slot_stride; in it, for source n, payload at
 // n * source_stride, {LSE, epoch} of each row at lse_offset + n * lse_stride, a header at header_offset + n * 128. Behind the slots,
 // at poison_offset, N words {missing ranks, epoch}, one for each rank that may give the channel up.
@@ -244,7 +199,4 @@ enum RecordState { RECORD_CLEAR = 0, RECORD_WRITTEN = 1, RECORD_GIVEN_UP_BY_PEER
 static_assert(sizeof(PackParams) == KERNEL_PACK_PARAMS_BYTES, "PackParams differs from dcpcomm/combine/params.py");
 static_assert(sizeof(CombineParams) == KERNEL_COMBINE_PARAMS_BYTES, "CombineParams differs from params.py");
 static_assert(sizeof(ScaleParams) == KERNEL_SCALE_PARAMS_BYTES, "ScaleParams differs from params.py");
-static_assert(sizeof(PutParams) == KERNEL_PUT_PARAMS_BYTES, "PutParams differs from params.py");
-static_assert(sizeof(TakeParams) == KERNEL_TAKE_PARAMS_BYTES, "TakeParams differs from params.py");
 static_assert(sizeof(FusedParams) == KERNEL_FUSED_PARAMS_BYTES, "FusedParams differs from params.py");
-static_assert(sizeof(ChannelState) == KERNEL_CHANNEL_STATE_BYTES, "ChannelState differs from params.py");
