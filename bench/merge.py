@@ -41,7 +41,7 @@ _PATIENCE_S = 3600.0
 
 def measure_threads(size: int, settings: Settings, say: Say) -> list[Answer]:
     """On the current GPU alone: `size` virtual ranks, each a thread with a stream."""
-    meeting = Meeting(size)
+    world, meeting = LoopbackWorld(size), Meeting(size)  # before anything starts CUDA
 
     def body(group: LoopbackRank) -> Answer:
         ranks = ThreadRanks(meeting, group.rank)
@@ -52,7 +52,7 @@ def measure_threads(size: int, settings: Settings, say: Say) -> list[Answer]:
             ranks.abort()
             raise
 
-    return LoopbackWorld(size).run(body, timeout_s=_PATIENCE_S)
+    return world.run(body, timeout_s=_PATIENCE_S)
 
 
 def measure_processes(settings: Settings) -> Answer:

@@ -149,7 +149,6 @@ def run(group: Any, ranks: Ranks, device: torch.device, plan: Plan, say: Callabl
                 torch.cuda.current_stream(device).synchronize()
             merger.check()
 
-        late(1)  # all kernels are loaded now: that waits for the device, and so perhaps for another rank
         for _ in range(2):
             step()
         settle()
@@ -217,15 +216,14 @@ def main(
         if under_torchrun():
             tallies = run_on_ranks(_on_rank, ranks, plan, on_event=of_rank_0(say))
         else:
+            world, meeting = LoopbackWorld(ranks), Meeting(ranks)  # before anything starts CUDA
             device = torch.device("cuda", torch.cuda.current_device())
-
-            meeting = Meeting(ranks)
 
             def on_thread(group: LoopbackRank) -> Tally:
                 mine = ThreadRanks(meeting, group.rank)
                 return run(group, mine, device, plan, say if group.rank == 0 else lambda text: None)
 
-            tallies = LoopbackWorld(ranks).run(on_thread, timeout_s=_PATIENCE_S)
+            tallies = world.run(on_thread, timeout_s=_PATIENCE_S)
     if tallies is None:  # another rank than 0 under torchrun
         return
     wrong = sum(one.wrong for one in tallies)

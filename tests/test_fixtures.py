@@ -101,6 +101,7 @@ def test_a_conftest_serves_all_files_and_keeps_the_queues_of_the_gpu_apart(nurse
         "import os, torch\n\n"
         "def test_them():\n"
         "    assert not torch.version.cuda or 'CUDA_DEVICE_MAX_CONNECTIONS' in os.environ\n"
+        "    assert not torch.version.cuda or 'CUDA_MODULE_LOADING' in os.environ\n"
     )
     printed = run(nursery, tmp_path, "-k", "made or two or them")
     assert "5 passed" in printed, printed

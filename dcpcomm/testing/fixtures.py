@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 
-from dcpcomm.testing.loopback import LoopbackWorld, separate_queues
+from dcpcomm.testing.loopback import LoopbackWorld, side_by_side
 
 __all__ = ["loopback_world"]
 
 
 def pytest_configure() -> None:
     """Called by pytest when it loads this module: before the tests start CUDA, if it is loaded early enough."""
-    separate_queues()
+    side_by_side()
 
 
 @pytest.fixture

@@ -19,16 +19,18 @@ import torch.distributed as dist
 
 from dcpcomm.launch import RankFailed, failure_of
 
-__all__ = ["LoopbackRank", "LoopbackWorld", "provided_stream", "separate_queues"]
+__all__ = ["LoopbackRank", "LoopbackWorld", "provided_stream", "side_by_side"]
 
 
-def separate_queues() -> None:
-    """Give every stream a queue of the GPU of its own, if CUDA hasn't started yet.
+def side_by_side() -> None:
+    """Let kernels of one rank wait for another's on one GPU, if CUDA hasn't started yet.
 
-    Kernels of one rank wait for another's, which must not stand behind them.
+    Each stream gets a queue of the GPU of its own, as what is waited for must not stand behind who waits. And kernels
+    are loaded when CUDA starts: one that is loaded at its first launch waits, on the device, for all that run there.
     """
     if torch.version.cuda and not torch.cuda.is_initialized():
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+        os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
 
 
 def provided_stream() -> torch.cuda.Stream:
@@ -80,7 +82,7 @@ class LoopbackWorld:
         self.size = size
         self._streams: list[torch.cuda.Stream] = []
         if device != "cpu":
-            separate_queues()
+            side_by_side()
             if torch.cuda.is_available():
                 self._streams = [provided_stream() for _ in range(size)]
         self.store = dist.HashStore()

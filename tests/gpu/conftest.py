@@ -1,5 +1,5 @@
-"""Before anything starts CUDA: streams of virtual ranks must not share a queue of the GPU."""
+"""Before anything starts CUDA: kernels of virtual ranks wait for each other on one GPU."""
 
-from dcpcomm.testing.loopback import separate_queues
+from dcpcomm.testing.loopback import side_by_side
 
-separate_queues()
+side_by_side()

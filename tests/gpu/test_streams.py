@@ -21,6 +21,7 @@ from tests.gpu.rig import (
     join,
     merger_for,
     mine,
+    needs_gpu,
     on,
     poisoned,
     run,
@@ -29,7 +30,7 @@ from tests.gpu.rig import (
     together,
 )
 from tests.oracle import NAN, Case, judge, make_case
-from tests.world import in_threads
+from tests.world import in_threads, meet
 
 pytestmark = ONE_GPU
 RANKS = pytest.mark.parametrize("n", [2, 4])
@@ -100,6 +101,30 @@ def test_a_slow_reader_gets_what_it_came_for(n: int, rng: torch.Generator) -> No
     cases = [make_case(rng, n, b=6) for _ in range(20)]
     for i, results in enumerate(by_call(run(n, slow_reader, cases))):
         judge(results, cases[i], what=f"replay {i}")
+
+
+def first_use(group: Any, case: Case) -> Any:
+    """The other ranks launch a kernel for the first time while rank 0 waits for them on the GPU."""
+    rank = group.rank
+    (one,) = mine([case], rank)
+    x = torch.linspace(0, 1, 64, device=one[1].device)
+    with merger_for(group) as merger:
+        together()
+        results = [merger.merge(*one, return_lse=True)] if rank == 0 else []
+        meet()
+        if rank:
+            torch.special.airy_ai(x)
+            results = [merger.merge(*one, return_lse=True)]
+        return finished(merger, results)
+
+
+@needs_gpu
+@RANKS
+def test_a_kernel_may_be_launched_for_the_first_time_while_a_rank_waits(n: int, rng: torch.Generator) -> None:
+    """Loaded then, it would wait on the device for the kernel that waits: the deadline came instead of the rows."""
+    case = make_case(rng, n, b=6)
+    (results,) = by_call(run(n, first_use, case))
+    judge(results, case)
 
 
 ROUNDS = 120

@@ -29,7 +29,7 @@ from dcpcomm.testing.conformance.rank import Answer
 from dcpcomm.testing.conformance.report import Outcome, Report, Result
 from dcpcomm.testing.conformance.scene import Scene
 from dcpcomm.testing.conformance.world import Processes, Threads, World
-from dcpcomm.testing.loopback import separate_queues
+from dcpcomm.testing.loopback import side_by_side
 from dcpcomm.topology import local_facts
 from dcpcomm.transport import MergeTransport
 
@@ -112,7 +112,7 @@ class ConformanceRun:
         if world not in ("auto", "processes", "threads"):
             raise ConfigError(f"world={world!r}; expected 'auto', 'processes' or 'threads'")
         name, path, self._registered_here = _registered(transport)
-        separate_queues()  # before anything starts CUDA
+        side_by_side()  # before anything starts CUDA
         try:
             self._cls = load_transport(name)
             self._device = _device(self._cls, device)
