@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from dcpcomm import topology
+from dcpcomm.again import Again
 from dcpcomm.blame import Blame
 from dcpcomm.combine.engine import Engine, Failure, Layout, PackedCall, Partials
 from dcpcomm.combine.wire import KIND_CANCELLED, Header, WireViews, wire_views
@@ -25,6 +26,7 @@ from dcpcomm.transport import MergeShape, MergeTransport
 from dcpcomm.watchdog import Watchdog
 
 if TYPE_CHECKING:
+    from dcpcomm.combine.driver import Launch
     from dcpcomm.combine.fused import FusedCall
 
 __all__ = ["Channel"]
@@ -62,7 +64,7 @@ class Channel:
         self._engine, self._device, self._on_gpu = engine, device, topology.on_gpu(device)
         self._blame = Blame(group, watchdog, index, self._on_gpu)
         self._carriers: dict[int, MergeTransport] = {}  # by B
-        self._polls = [transport.poll for transport in transports.values()]
+        self._polls = [(one.fused or one).poll for one in transports.values()]
         self._heads = shape.result_rows(group.size, group.size)[1]
         self._send, self._recv = send, recv
         self._ordinal = 0
@@ -96,6 +98,20 @@ class Channel:
             torch.cuda.set_device(self._device)
         ordinal, self._ordinal = self._ordinal, self._ordinal + 1
         return ordinal
+
+    def enter_quietly(self) -> int | None:
+        """As `enter`; None, and nothing is done, where there is something to tell or the device is another."""
+        if topology.current_device_index() != self._device.index or not self._busy.acquire(blocking=False):
+            return None
+        try:
+            self._poll()
+            if self.broken is None and self._engine.failure(self.index) is None:
+                ordinal, self._ordinal = self._ordinal, self._ordinal + 1
+                return ordinal
+        except TransportTimeout:  # told by `enter`
+            pass
+        self._busy.release()
+        return None
 
     def check(self) -> None:
         """Raise what broke this channel, and once what a GPU has noted of a call that was called off. No wait for the
@@ -227,8 +243,6 @@ class Channel:
             transport = self._carriers[header.tokens] = self._transports[self._decision.transport_for(header.tokens)]
         self._watchdog.begin(self.index, header)
         try:
-            if transport.fused is not None:
-                return self._in_one_launch(transport, partials, start, t, header, out, want_lse)
             if transport.fused_merge is not None:
                 merged, merged_lse = self._fused(transport, partials, start, t)
                 return merged if out is None else out.copy_(merged), merged_lse if want_lse else None
@@ -236,57 +250,67 @@ class Channel:
                 rows, lses = partials.cleaned().part(self._shape.scatter, self._group.size, start, t)
                 rows, lses = transport.exchange((rows.transpose(0, 1), lses.transpose(0, 1)), self.index)
                 return self._combine(rows.transpose(0, 1), lses.transpose(0, 1), out, want_lse)
-            return self._packed(transport, partials, start, t, header, out, want_lse)
+            merge = self._packed if transport.fused is None else self._in_one_launch
+            return merge(transport, _layout(partials, header, t), partials, start, header, out, want_lse)
         except TransportTimeout as error:
             raise self._break(self._blame.timeout(transport.name, error, header)) from error
         except CallMismatch:
             raise
         except Exception as error:
-            raise self._break(
-                DCPCommError(
-                    f"rank {self._group.rank}: transport {transport.name!r} raised in {header} on channel "
-                    f"{self.index}: {type(error).__name__}: {error}"
-                )
-            ) from error
+            raise self._failed(transport.name, header, error) from error
         except BaseException as error:  # an interrupt in mid-exchange: half of the messages may be under way
             self._break(DCPCommError(f"{type(error).__name__} interrupted {header}"))
             raise
         finally:
             self._watchdog.end(self.index, header)
 
+    def again(self, partials: Partials, header: Header, merged: torch.Tensor, want_lse: bool) -> Again | None:
+        """What makes calls like one of one chunk that went well; None where they don't merge in one launch."""
+        transport = self._carriers.get(header.tokens)
+        if transport is None or transport.fused is None:
+            return None
+        call = self._fused_call(transport, _layout(partials, header, len(merged)))
+        return Again(self, call, transport.name, partials, merged, want_lse)
+
+    def launch(self, launch: Launch, stream: int, transport: str, header: Header) -> None:
+        """A call that has been entered, in one launch.
+
+        Raises:
+            DCPCommError: the driver refused it; the channel is broken.
+        """
+        self._watchdog.begin(self.index, header)
+        try:
+            launch(stream)
+        except Exception as error:
+            raise self._failed(transport, header, error) from error
+
+    def _failed(self, transport: str, header: Header, error: Exception) -> DCPCommError:
+        return self._break(
+            DCPCommError(
+                f"rank {self._group.rank}: transport {transport!r} raised in {header} on channel {self.index}: "
+                f"{type(error).__name__}: {error}"
+            )
+        )
+
     def _packed(
-        self,
-        transport: MergeTransport,
-        partials: Partials,
-        start: int,
-        t: int,
-        header: Header,
-        out: torch.Tensor | None,
-        want_lse: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        layout = (header.tokens, t, header.width, partials.out.stride(), partials.lse.stride(), partials.lse.dtype)
+        self, transport: MergeTransport, layout: tuple[Any, ...], partials: Partials, start: int, header: Header,
+        out: torch.Tensor | None, want_lse: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
         call, send, recv = self._call(transport, layout, None)
         call.pack(partials, start, header)
         arrived = transport.exchange(send.blocks, self.index, recv=recv.blocks)
         if arrived is not recv.blocks:
             call, _, recv = self._call(transport, layout, arrived)
-        out, out_lse = self._room(out, t, header.width, want_lse)
+        out, out_lse = self._room(out, layout[1], header.width, want_lse)
         if not call.combine(partials, start, header, out, out_lse):
             self._refuse(recv.words, header)
         return out, out_lse
 
     def _in_one_launch(
-        self,
-        transport: MergeTransport,
-        partials: Partials,
-        start: int,
-        t: int,
-        header: Header,
-        out: torch.Tensor | None,
-        want_lse: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        out, out_lse = self._room(out, t, header.width, want_lse)
-        layout = (header.tokens, t, header.width, partials.out.stride(), partials.lse.stride(), partials.lse.dtype)
+        self, transport: MergeTransport, layout: tuple[Any, ...], partials: Partials, start: int, header: Header,
+        out: torch.Tensor | None, want_lse: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
+        out, out_lse = self._room(out, layout[1], header.width, want_lse)
         self._fused_call(transport, layout).merge(partials, start, header, out, out_lse)
         return out, out_lse
 
@@ -369,3 +393,8 @@ class Channel:
     def _break(self, error: DCPCommError) -> DCPCommError:
         self.broken = error
         return error
+
+
+def _layout(partials: Partials, header: Header, t: int) -> tuple[Any, ...]:
+    """The fields of a `Layout`, for `t` rows of the result."""
+    return header.tokens, t, header.width, partials.out.stride(), partials.lse.stride(), partials.lse.dtype

@@ -340,7 +340,7 @@ class PeerMemoryTransport(MergeTransport):
         return self._engine.exchange(send, channel, recv)
 
     def poll(self, channel: int) -> None:
-        self._engine.check(channel)
+        self._engine.poll(channel)
 
     def cancel(self, send: torch.Tensor, channel: int) -> None:
         self._engine.cancel(send, channel)

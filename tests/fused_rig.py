@@ -106,7 +106,7 @@ class Ranks:
         """All is as after a call that went well: no record, epochs advanced everywhere, every payload re-armed."""
         places = self.places
         for rank in range(self.n):
-            self.peers[rank].check(0)
+            self.peers[rank].poll(0)
             assert self.engines[rank].failure(0) is None
             mine = self.memory[rank].cpu()
             for slot in range(2):

@@ -71,7 +71,7 @@ def check_called_off(rig: Rig, n: int) -> None:
 
         ranks.together(call)
         for rank in range(n):
-            ranks.peers[rank].check(0)
+            ranks.peers[rank].poll(0)
             failure = ranks.engines[rank].failure(0)
             if rank in off:
                 assert failure is None, "whoever called it off has told its caller already"
@@ -110,7 +110,7 @@ def check_absence(rig: Rig, n: int, missing: int) -> None:
             assert bool(torch.isnan(results[rank][0]).all()), f"rank {rank} was answered"
             assert bool(torch.isnan(results[rank][1]).all())
             with pytest.raises(TransportTimeout) as told:
-                ranks.peers[rank].check(0)
+                ranks.peers[rank].poll(0)
             assert not names or told.value.ranks == (missing,)
 
     refused(others, names=True)
@@ -133,7 +133,7 @@ def check_told_early(rig: Rig, n: int) -> None:
     for rank in range(missing):
         assert bool(torch.isnan(results[rank][0]).all())
         with pytest.raises(TransportTimeout) as told:
-            ranks.peers[rank].check(0)
+            ranks.peers[rank].poll(0)
         assert told.value.ranks == (missing,)
 
 
@@ -189,5 +189,5 @@ def check_called_off_otherwise(rig: Rig, n: int, what: dict[str, int]) -> None:
     ranks.together(call)
     assert time.monotonic() - started < 7.0
     for rank in range(n):
-        ranks.peers[rank].check(0)
+        ranks.peers[rank].poll(0)
         assert ranks.engines[rank].failure(0) is not None

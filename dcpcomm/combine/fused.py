@@ -114,7 +114,7 @@ class FusedPeer:
         self.device = buffers.own.device
         self._absences = Absences(group, shape.channels)
         #: Raise what the kernel has noted on a channel of ranks that did not come; no wait for the device.
-        self.check = self._absences.check
+        self.poll = self._absences.check
         self.take_deadline()
         self._buffers = buffers  # kept: nobody else may
         # Half of the GPU is left to other mergers, whose kernels may wait at the same time.
@@ -198,7 +198,7 @@ class FusedCall:
         size, lse_size = shape.dtype.itemsize, layout.lse_dtype.itemsize
         rows, lse = layout.strides(shape, n)
         self._row_bytes, self._lse_bytes = rows[1] * size, lse[1] * lse_size  # from one t to the next
-        self._token_n = layout.tokens // n if shape.scatter == "tokens" else 0
+        self.token_n = layout.tokens // n if shape.scatter == "tokens" else 0
         self._ordinal = self._progress = self._headers = 0
         if engine is not None:
             assert engine.ordinals is not None
@@ -222,16 +222,15 @@ class FusedCall:
         if found is None:
             if len(self._launches) >= _LAUNCHES_KEPT:
                 self._launches.clear()
-            found = self._launches[key] = self._bind(partials, start, out)
+            found = self._launches[key] = self.bind(partials, start, out)
         launch, params = found
         params.rows, params.lse, params.out = rows, lse, to
         params.out_lse = 0 if out_lse is None else out_lse.data_ptr()
         params.tag, params.chunk = header.tag & 0xFFFFFFFF, header.chunk
-        peer = self._peer
-        params.deadline = peer.deadline if peer.group.exchange_timeout_s == peer.limit else peer.take_deadline()
+        params.deadline = self.deadline()
         if partials.counts is not None or params.counts.mode:
-            params.counts = counts_of(partials.counts, start, self._token_n)
-        launch(self._stream())
+            params.counts = counts_of(partials.counts, start, self.token_n)
+        launch(self.stream())
 
     def call_off(self, header: Header) -> None:
         """Tell the peers that this rank has no rows in this call, and take theirs."""
@@ -240,13 +239,21 @@ class FusedCall:
         params = self._params(h, t * h)
         params.kind = KIND_CANCELLED
         params.chunk, params.deadline = header.chunk, self._peer.take_deadline()
-        self._launch(params, aligned_rows=True)(self._stream())
+        self._launch(params, aligned_rows=True)(self.stream())
 
-    def _stream(self) -> int:
+    def stream(self) -> int:
         """The current one; an engine waits for it before memory is given back."""
         return topology.current_stream(self._peer.device) if self._engine is None else self._engine.stream()
 
-    def _bind(self, partials: Partials, start: int, out: torch.Tensor) -> tuple[Launch, FusedParams]:
+    def deadline(self) -> int:
+        """Of a call that begins now, as the kernel takes it."""
+        peer = self._peer
+        return peer.deadline if peer.group.exchange_timeout_s == peer.limit else peer.take_deadline()
+
+    def bind(self, partials: Partials, start: int, out: torch.Tensor) -> tuple[Launch, FusedParams]:
+        """A launch for what lies and is aligned like this, and its parameters, of which a call sets addresses, tag,
+        chunk, counts and deadline.
+        """
         shape, n = self._peer.shape, self._peer.group.size
         size, width = shape.dtype.itemsize, self._layout.width
         t, h = out.shape[:2]

@@ -69,7 +69,7 @@ class HostPut:
         """Whether a peer may still store to this rank's memory: here, what it stores to is kept by itself."""
         return False
 
-    def check(self, channel: int) -> None:
+    def poll(self, channel: int) -> None:
         """Nothing is left to tell: `exchange` waits."""
 
     def _put(self, send: torch.Tensor, channel: int, started: float) -> tuple[int, int]:

@@ -1,0 +1,167 @@
+"""A merge whose tensors lie as those of a call that went well: what was found right then isn't looked at again.
+
+It is what an engine's step calls eagerly, layer by layer. On GPUs, over a transport that merges in one launch.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from dcpcomm.aliasing import reach
+from dcpcomm.combine.engine import Partials
+from dcpcomm.combine.params import counts_of
+from dcpcomm.combine.wire import Header
+from dcpcomm.rows import RowCounts
+
+if TYPE_CHECKING:
+    from dcpcomm.channel import Channel
+    from dcpcomm.combine.driver import Launch
+    from dcpcomm.combine.fused import FusedCall
+    from dcpcomm.combine.structs import FusedParams
+
+__all__ = ["Again", "Known", "layout_of"]
+
+_TAGS_END = 2**31
+_LAYOUTS_KEPT = 1024
+_BOUND_KEPT = 16  # one for each alignment, of which there are few
+
+
+def layout_of(
+    partial_out: torch.Tensor,
+    partial_lse: torch.Tensor,
+    valid_counts: torch.Tensor | None,
+    out: torch.Tensor | None,
+    return_lse: bool,
+    channel: int,
+) -> Any:
+    """A key that differs where a check could end otherwise, but for what `Again.merge` looks at itself. Whatever is no
+    tensor raises.
+    """
+    # Written out: a helper for each tensor costs as much as the lookup.
+    return (
+        channel, return_lse,
+        partial_out.shape, partial_out.stride(), partial_out.dtype, partial_out.device, partial_out.requires_grad,
+        partial_lse.shape, partial_lse.stride(), partial_lse.dtype, partial_lse.device, partial_lse.requires_grad,
+        None if out is None else (out.shape, out.stride(), out.dtype, out.device, out.requires_grad),
+        None if valid_counts is None else (
+            valid_counts.shape, valid_counts.stride(), valid_counts.dtype, valid_counts.device
+        ),
+    )  # fmt: skip
+
+
+class Again:
+    """Merges of one channel, all of one layout.
+
+    Args:
+        channel: where the call that went well was made.
+        call: what merges calls of its layout.
+        transport: the name.
+        partials: what it brought; nothing of it requires grad.
+        merged: its result.
+    """
+
+    def __init__(
+        self,
+        channel: Channel,
+        call: FusedCall,
+        transport: str,
+        partials: Partials,
+        merged: torch.Tensor,
+        want_lse: bool,
+    ) -> None:
+        self._channel, self._call, self._transport, self._want_lse = channel, call, transport, want_lse
+        self._tokens, self._width = len(partials.out), int(partials.out.shape[2])
+        self._result, self._dtype, self._device = merged.shape, merged.dtype, merged.device
+        self._rows_reach, self._lse_reach, self._out_reach = reach(partials.out), reach(partials.lse), reach(merged)
+        counts = partials.counts
+        self._counts_reach = 0 if counts is None or counts.valid_counts is None else reach(counts.valid_counts)
+        self._bound: dict[Any, tuple[Launch, FusedParams]] = {}
+
+    def merge(
+        self,
+        partial_out: torch.Tensor,
+        partial_lse: torch.Tensor,
+        valid_counts: torch.Tensor | None,
+        out: torch.Tensor | None,
+        tag: Any,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None:
+        """As `DCPMerger.merge`. None, and nothing is done, where there is something to tell or to look at: that takes
+        the long way.
+        """
+        rows, lse = partial_out.data_ptr(), partial_lse.data_ptr()
+        counts = 0 if valid_counts is None else valid_counts.data_ptr()
+        if out is None:
+            out = torch.empty(self._result, dtype=self._dtype, device=self._device)
+            to = out.data_ptr()
+        else:
+            to = out.data_ptr()
+            end = to + self._out_reach
+            if (
+                (rows < end and to < rows + self._rows_reach)
+                or (lse < end and to < lse + self._lse_reach)
+                or (counts < end and to < counts + self._counts_reach)
+                or out.is_neg()
+                or (out.is_inference() and not torch.is_inference_mode_enabled())
+            ):
+                return None
+        if not (rows and lse and to) or partial_out.is_neg() or partial_lse.is_neg():
+            return None
+        if type(tag) is not int or not -_TAGS_END <= tag < _TAGS_END:
+            return None
+        key = rows & 15, lse & 3, to & 15
+        found = self._bound.get(key)
+        if found is None:
+            found = self._bind(key, partial_out, partial_lse, valid_counts, out)
+        launch, params = found
+        lse_out = torch.empty(self._result[:2], dtype=torch.float32, device=self._device) if self._want_lse else None
+        channel = self._channel
+        ordinal = channel.enter_quietly()
+        if ordinal is None:
+            return None
+        try:
+            params.rows, params.lse, params.out, params.tag = rows, lse, to, tag & 0xFFFFFFFF
+            if lse_out is not None:
+                params.out_lse = lse_out.data_ptr()
+            if counts:
+                params.counts.counts = counts
+            params.deadline = self._call.deadline()
+            channel.launch(
+                launch, self._call.stream(), self._transport, Header(ordinal, tag, self._tokens, 0, self._width)
+            )
+        finally:
+            channel.leave()
+        return out if lse_out is None else (out, lse_out)
+
+    def _bind(
+        self,
+        key: Any,
+        partial_out: torch.Tensor,
+        partial_lse: torch.Tensor,
+        valid_counts: torch.Tensor | None,
+        out: torch.Tensor,
+    ) -> tuple[Launch, FusedParams]:
+        counts = None if valid_counts is None else RowCounts(valid_counts, None, None)
+        found = self._call.bind(Partials(partial_out, partial_lse, counts), 0, out)
+        found[1].counts = counts_of(counts, 0, self._call.token_n)
+        if len(self._bound) >= _BOUND_KEPT:
+            self._bound.clear()
+        self._bound[key] = found
+        return found
+
+
+class Known(dict[Any, Again]):
+    """One merger's, by `layout_of`."""
+
+    def learn(
+        self, like: Any, channel: Channel, partials: Partials, header: Header, merged: torch.Tensor, want_lse: bool
+    ) -> None:
+        """A call in one chunk went well."""
+        if like in self or partials.out.requires_grad or partials.lse.requires_grad or merged.requires_grad:
+            return
+        again = channel.again(partials, header, merged, want_lse)
+        if again is not None:
+            if len(self) >= _LAYOUTS_KEPT:
+                self.clear()
+            self[like] = again

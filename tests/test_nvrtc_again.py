@@ -1,0 +1,216 @@
+"""Calls like one that went well take a short way: the same bits, the same errors. On the fused kernel's own source."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import dcpcomm
+from dcpcomm.again import Again
+from dcpcomm.errors import CallMismatch, DCPCommError, ShapeError
+from dcpcomm.testing import LoopbackWorld
+from tests.emulated import COMPILER
+from tests.oracle import Case, judge, make_case
+from tests.pretend_gpu import pretend
+from tests.world import shape_of
+
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="no g++ to compile the kernels for the CPU with")
+N, D = 2, 16
+
+
+@pytest.fixture
+def short_ways(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> list[bool]:
+    """Whether each attempt to take the short way did."""
+    pretend(monkeypatch, tmp_path_factory.getbasetemp())
+    taken: list[bool] = []
+    real = Again.merge
+
+    def noting(self: Again, *args: Any) -> Any:
+        result = real(self, *args)
+        taken.append(result is not None)
+        return result
+
+    monkeypatch.setattr(Again, "merge", noting)
+    return taken
+
+
+def run(fn: Callable[[dcpcomm.DCPMerger, int], Any], **shape: Any) -> list[Any]:
+    """`fn(merger, rank)` on each rank."""
+
+    def on_rank(group: Any) -> Any:
+        config = {"transport": "loopback_peer", "verify": {"level": "off"}, "watchdog": {"timeout_s": 20}}
+        with dcpcomm.DCPMerger(group, shape_of(N, head_dim=D, **shape), config, "cpu") as merger:
+            return fn(merger, group.rank)
+
+    return LoopbackWorld(N, "cpu").run(on_rank)
+
+
+def strided(x: torch.Tensor, how: int) -> torch.Tensor:
+    """The same values at other strides and alignments."""
+    if how == 0:
+        return x.clone()
+    if how == 1:
+        return torch.cat([x, x], -1)[..., : x.shape[-1]]
+    room = torch.zeros(x.numel() + 1, dtype=x.dtype)[1:].view(x.shape)  # an odd address
+    return room.copy_(x)
+
+
+@pytest.mark.parametrize("scatter", ["heads", "tokens", "none"])
+@pytest.mark.parametrize("counted", [False, True])
+def test_the_short_way_gives_what_is_right(
+    scatter: Any, counted: bool, rng: torch.Generator, short_ways: list[bool]
+) -> None:
+    ways = [*itertools.product(range(3), range(3), (False, True), (False, True))]
+    cases = [make_case(rng, N, b=4, d=D) for _ in range(3 * len(ways))]
+    if counted:
+        for case in cases:
+            case.counts = torch.randint(0, 3, (N, 4), generator=rng)
+
+    def calls(merger: dcpcomm.DCPMerger, rank: int) -> Any:
+        results = []
+        for i, case in enumerate(cases):
+            how, how_out, want_lse, into = ways[i % len(ways)]
+            out = None
+            if into:
+                rows, heads = merger.shape.result_rows(4, N)
+                out = strided(torch.full((rows, heads, D), 7.0, dtype=case.outs.dtype), how_out)
+            counts = case.counts[rank].to(torch.int32) if case.counts is not None else None
+            given = strided(case.outs[rank], how), case.lses[rank].clone()
+            got = merger.merge(*given, valid_counts=counts, out=out, tag=i, return_lse=want_lse)
+            assert out is None or (got[0] if want_lse else got) is out
+            results.append(got)
+        return results
+
+    by_rank = run(calls, scatter=scatter)
+    assert short_ways.count(True) >= N * len(ways), "the short way was hardly taken"
+    for i, case in enumerate(cases):
+        judge([results[i] for results in by_rank], case, scatter, what=f"call {i}")
+
+
+def good(rank: int, call: int) -> tuple[torch.Tensor, torch.Tensor]:
+    given = torch.Generator().manual_seed(1000 * call + rank)
+    return torch.randn(3, 4 * N, D, generator=given).bfloat16(), torch.randn(3, 4 * N, generator=given)
+
+
+def overlapping(merger: dcpcomm.DCPMerger, rank: int) -> Any:
+    both = torch.zeros(4, 4 * N, D, dtype=torch.bfloat16)
+    return merger.merge(both[:3], good(rank, 9)[1], out=both[1:].view(-1)[: 3 * 4 * D].view(3, 4, D))
+
+
+WRONG: dict[str, Callable[[dcpcomm.DCPMerger, int], Any]] = {
+    "out overlaps": overlapping,
+    "out reads negated": lambda m, r: m.merge(*good(r, 9), out=torch.zeros(3, 4, D, dtype=torch.bfloat16)._neg_view()),
+    "tag": lambda m, r: m.merge(*good(r, 9), tag=2**31),
+    "tag's type": lambda m, r: m.merge(*good(r, 9), tag=1.0),
+    "grad": lambda m, r: m.merge(good(r, 9)[0].requires_grad_(), good(r, 9)[1]),
+    "no memory": lambda m, r: m.merge(torch._efficientzerotensor((3, 4 * N, D), dtype=torch.bfloat16), good(r, 9)[1]),
+    "counts' length": lambda m, r: m.merge(*good(r, 9), valid_counts=torch.ones(2, dtype=torch.int32)),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_what_is_wrong_is_told_also_when_its_layout_is_known(what: str, short_ways: list[bool]) -> None:
+    """The same errors as of a first call, here and on the peer, and the next call is right."""
+
+    def calls(merger: dcpcomm.DCPMerger, rank: int) -> Any:
+        room = torch.zeros(3, 4, D, dtype=torch.bfloat16)
+        for call in range(3):
+            merger.merge(*good(rank, call))
+            merger.merge(*good(rank, call), out=room)
+            merger.merge(*good(rank, call), valid_counts=torch.ones(3, dtype=torch.int32))
+        if rank == 1:
+            with pytest.raises(ShapeError, match="rank 1"):
+                WRONG[what](merger, rank)
+        else:
+            merged = merger.merge(*good(rank, 9))
+            assert bool(merged.isnan().all())
+            with pytest.raises(CallMismatch, match=r"rank 1 raised in call .* ShapeError"):
+                merger.check()
+        return merger.merge(*good(rank, 5), return_lse=True)
+
+    results = run(calls)
+    partials = [good(rank, 5) for rank in range(N)]
+    case = Case(*(torch.stack(one) for one in zip(*partials, strict=True)))
+    judge(results, case)
+
+
+def test_a_view_that_negates_is_read_as_it_reads(short_ways: list[bool]) -> None:
+    """Its layout is that of a plain one that came before, or comes after."""
+
+    def calls(merger: dcpcomm.DCPMerger, rank: int) -> Any:
+        results, lses = [], []
+        for call in range(4):
+            made = torch.Generator().manual_seed(10 * call + rank)
+            lse = torch.complex(*torch.randn(2, 3, 4 * N, generator=made)).conj().imag
+            if call in (1, 3):
+                lse = torch.empty_strided(lse.shape, lse.stride()).copy_(lse)
+            results.append(merger.merge(good(rank, call)[0], lse, return_lse=True))
+            lses.append(lse.clone())
+        return results, lses
+
+    by_rank = run(calls)
+    for call in range(4):
+        outs = torch.stack([good(rank, call)[0] for rank in range(N)])
+        case = Case(outs, torch.stack([lses[call] for _, lses in by_rank]))
+        judge([results[call] for results, _ in by_rank], case, what=f"call {call}")
+
+
+def test_a_channel_that_is_no_number_is_told(short_ways: list[bool]) -> None:
+    def calls(merger: dcpcomm.DCPMerger, rank: int) -> Any:
+        for call in range(2):
+            merger.merge(*good(rank, call))
+        with pytest.raises(ShapeError, match="channel is False"):
+            merger.merge(*good(rank, 2), channel=False)
+
+    run(calls)
+
+
+def test_after_a_reset_and_after_a_close_nothing_is_remembered(short_ways: list[bool]) -> None:
+    def calls(merger: dcpcomm.DCPMerger, rank: int) -> Any:
+        for call in range(3):
+            merger.merge(*good(rank, call))
+        merger.reset()
+        before = len(short_ways)
+        merger.merge(*good(rank, 3))
+        merger.merge(*good(rank, 4))
+        merger.close()
+        with pytest.raises(DCPCommError, match="closed"):
+            merger.merge(*good(rank, 5))
+        return before
+
+    run(calls)
+    assert short_ways.count(True) >= N
+
+
+def test_a_channel_in_use_is_told(short_ways: list[bool]) -> None:
+    def calls(merger: dcpcomm.DCPMerger, rank: int) -> Any:
+        for call in range(2):
+            merger.merge(*good(rank, call))
+        channel = merger._session.channels[0]
+        assert channel._busy.acquire(blocking=False)  # as another thread's call has it
+        with pytest.raises(DCPCommError, match="inside a call of another thread"):
+            merger.merge(*good(rank, 2))
+        channel._busy.release()
+        with pytest.raises(DCPCommError, match="two threads"):
+            merger.merge(*good(rank, 2))
+
+    run(calls)
+
+
+def test_the_ranks_stay_in_step_where_one_takes_the_long_way(short_ways: list[bool], rng: torch.Generator) -> None:
+    cases = [make_case(rng, N, b=3, d=D) for _ in range(6)]
+
+    def calls(merger: dcpcomm.DCPMerger, rank: int) -> Any:
+        results = []
+        for i, case in enumerate(cases):
+            if (i + rank) % 2:
+                merger._known.clear()
+            results.append(merger.merge(case.outs[rank], case.lses[rank], return_lse=True, tag=i))
+        return results
+
+    for i, results in enumerate(zip(*run(calls), strict=True)):
+        judge(list(results), cases[i], what=f"call {i}")
