@@ -30,7 +30,7 @@ from dcpcomm.bench.ranks import Meeting, ProcessRanks, ThreadRanks
 from dcpcomm.bench.table import Row, size_of, table
 from dcpcomm.bench.timing import slowest
 from dcpcomm.launch import emit, run_on_ranks, under_torchrun
-from dcpcomm.testing.loopback import LoopbackRank, LoopbackWorld
+from dcpcomm.testing.loopback import LoopbackRank, LoopbackWorld, side_by_side
 
 __all__ = ["document", "main", "measure_processes", "measure_threads", "numbers", "of_rank_0", "progress", "rows_of"]
 
@@ -41,7 +41,7 @@ _PATIENCE_S = 3600.0
 
 def measure_threads(size: int, settings: Settings, say: Say) -> list[Answer]:
     """On the current GPU alone: `size` virtual ranks, each a thread with a stream."""
-    world, meeting = LoopbackWorld(size), Meeting(size)  # before anything starts CUDA
+    world, meeting = LoopbackWorld(size), Meeting(size)
 
     def body(group: LoopbackRank) -> Answer:
         ranks = ThreadRanks(meeting, group.rank)
@@ -183,6 +183,8 @@ def main(
 
     if dtype not in _DTYPES or lse_base not in ("e", "2"):
         raise typer.BadParameter(f"--dtype {dtype} --lse-base {lse_base}; expected one of {[*_DTYPES]} and of e, 2")
+    if not under_torchrun():
+        side_by_side()  # to ask for a GPU starts CUDA
     if not torch.cuda.is_available():
         print("this benchmark needs a CUDA GPU, and torch sees none", file=sys.stderr)
         raise typer.Exit(2)

@@ -32,7 +32,7 @@ from dcpcomm.combine.engine import by_destination, engine_for
 from dcpcomm.graphs import captured
 from dcpcomm.launch import emit, run_on_ranks, under_torchrun
 from dcpcomm.merger import DCPMerger
-from dcpcomm.testing.loopback import LoopbackRank, LoopbackWorld
+from dcpcomm.testing.loopback import LoopbackRank, LoopbackWorld, side_by_side
 from dcpcomm.transport import MergeShape
 
 __all__ = ["Plan", "Tally", "main", "run"]
@@ -200,6 +200,8 @@ def main(
     ] = None,
 ) -> None:
     """Replay captured merges very often, with changing data, and compare every bit."""
+    if not under_torchrun():
+        side_by_side()  # to ask for a GPU starts CUDA
     if not torch.cuda.is_available():
         print("this needs a CUDA GPU, and torch sees none", file=sys.stderr)
         raise typer.Exit(2)
@@ -216,7 +218,7 @@ def main(
         if under_torchrun():
             tallies = run_on_ranks(_on_rank, ranks, plan, on_event=of_rank_0(say))
         else:
-            world, meeting = LoopbackWorld(ranks), Meeting(ranks)  # before anything starts CUDA
+            world, meeting = LoopbackWorld(ranks), Meeting(ranks)
             device = torch.device("cuda", torch.cuda.current_device())
 
             def on_thread(group: LoopbackRank) -> Tally:

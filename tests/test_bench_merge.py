@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 import typer
 from typer.testing import CliRunner
 
-from dcpcomm.bench import machine, measure, merge
+from dcpcomm.bench import machine, measure, merge, replays
 from dcpcomm.bench.limits import Limits
 from dcpcomm.bench.measure import Answer, Case, Settings
 from dcpcomm.bench.ours import Ours, named
@@ -218,6 +219,20 @@ def test_options_reach_the_transport(without_gpu: Callable[[Settings], list[Answ
 
 APP = typer.Typer()
 APP.command()(merge.main)
+
+
+@pytest.mark.parametrize("main", [merge.main, replays.main])
+def test_virtual_ranks_get_their_settings_before_cuda_starts(main: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[str | None] = []
+    for name in ("CUDA_MODULE_LOADING", "CUDA_DEVICE_MAX_CONNECTIONS"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: found.append(os.environ.get("CUDA_MODULE_LOADING")))
+    app = typer.Typer()
+    app.command()(main)
+    assert CliRunner().invoke(app, ["--transport", "loopback_peer"]).exit_code == 2
+    assert found == ["EAGER"]
 
 
 @pytest.mark.parametrize(("wrong", "status"), [(0, 0), (1, 1)])

@@ -23,7 +23,8 @@ __all__ = ["LoopbackRank", "LoopbackWorld", "provided_stream", "side_by_side"]
 
 
 def side_by_side() -> None:
-    """Let kernels of one rank wait for another's on one GPU, if CUDA hasn't started yet.
+    """Let kernels of one rank wait for another's on one GPU, if CUDA hasn't started yet (`torch.cuda.is_available`
+    starts it).
 
     Each stream gets a queue of the GPU of its own, as what is waited for must not stand behind who waits. And kernels
     are loaded when CUDA starts: one that is loaded at its first launch waits, on the device, for all that run there.

@@ -113,7 +113,7 @@ def first_use(group: Any, case: Case) -> Any:
         results = [merger.merge(*one, return_lse=True)] if rank == 0 else []
         meet()
         if rank:
-            torch.special.airy_ai(x)
+            torch.nextafter(x, -x)  # in torch's library: one that is compiled as it is needed is loaded then
             results = [merger.merge(*one, return_lse=True)]
         return finished(merger, results)
 
