@@ -10,7 +10,7 @@ from dcpcomm.costtable import CostTable, MergeRow, Projection, ProjectionRow
 __all__ = ["NOISE", "Renewal", "renew"]
 
 #: Two runs on one machine differ by this share, whatever the spread within each: nccl_a2a of merge_h200x2.json and of
-#: merge_h200x2_direct.json (bench/results/) by 0.8 to 1.6 %.
+#: merge_h200x2_direct.json (bench/results/), before and after it called NCCL directly, by 0.8 to 1.6 %.
 NOISE = 0.02
 _SPREADS = 2
 _Row = TypeVar("_Row", MergeRow, ProjectionRow)

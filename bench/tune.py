@@ -29,7 +29,7 @@ from dcpcomm.config import MergeConfig
 from dcpcomm.cost import tuned_path, wire_bytes
 from dcpcomm.costkey import CostKey, key_of, machine_id
 from dcpcomm.costtable import CostTable, MergeRow, Projection, ProjectionRow
-from dcpcomm.errors import TransportUnavailable
+from dcpcomm.errors import ConfigError, TransportUnavailable
 from dcpcomm.launch import emit
 from dcpcomm.libraries import versions_that_matter
 from dcpcomm.machine import Card
@@ -312,6 +312,10 @@ class _Bench:
 
 def _device(asked: str | None) -> torch.device:
     """This rank's: a GPU of its own, where merges run on GPUs."""
+    if asked == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(
+            "--device cuda was asked for, and torch sees no GPU on this rank; leave it out, or install one"
+        )
     if asked == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
     index = int(os.environ.get("LOCAL_RANK", dist.get_rank())) % torch.cuda.device_count()

@@ -107,6 +107,7 @@ def _us(row: list[Price], order: str) -> list[float]:
 
 
 def _orders(shape: MergeShape, config: MergeConfig) -> tuple[str, ...]:
+    """Of equal ones the first: projecting after the merge needs the weights of this rank's heads alone."""
     if shape.v_head_dim is None:
         return ("",)
-    return ("before", "after") if config.projection == "auto" else (config.projection,)
+    return ("after", "before") if config.projection == "auto" else (config.projection,)

@@ -275,5 +275,9 @@ def test_wrong_usage_is_told_in_one_line(tune: Callable[..., Any]) -> None:
     assert "expected numbers above 0" in tune("tune", "--rows", "1,x", status=2)
     assert "--ranks is 1" in tune("tune", "--ranks", "1", status=2)
     assert "gloo_a2a" in tune("tune", "--transport", "gloo", status=2)
+    assert "--device is 'gpu'" in tune("tune", "--device", "gpu", status=2)
+    assert "there is no folder" in tune("tune", "--output", "/nowhere/at/all.yaml", status=2)
+    if not torch.cuda.is_available():
+        assert "torch sees no GPU" in tune("tune", "--device", "cuda", status=2)
     said = tune(*WORDS, "--transport", "loopback", status=1)
     assert "the ranks are processes, not threads of one process" in said

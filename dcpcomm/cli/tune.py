@@ -61,6 +61,10 @@ def tune(
     from dcpcomm.launch import under_torchrun
     from dcpcomm.registry import load_transport
 
+    if device not in (None, "cpu", "cuda"):
+        raise ConfigError(f"--device is {device!r}; expected cpu or cuda")
+    if output is not None and not output.absolute().parent.is_dir():
+        raise ConfigError(f"--output {output}: there is no folder {output.absolute().parent}")
     for name in transport or []:
         load_transport(name)  # says what is wrong with the name before any process is started
     given = {} if config is None else load_config(config).model_dump(mode="json", exclude_unset=True)
@@ -104,7 +108,11 @@ def _write(measured: Measured, plan: Plan, output: Path | None) -> tuple[Path, R
             old = costtable.read(path)
     stamp = f"dcpcomm tune, {time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime())}"
     renewal = renew(old, measured.table.model_copy(update={"sources": (stamp,)}))
-    write_whole(path, "# Written by `dcpcomm tune`, which renews it.\n" + costtable.dump(renewal.table))
+    text = "# Written by `dcpcomm tune`, which renews it.\n" + costtable.dump(renewal.table)
+    if output is None:
+        write_whole(path, text)
+    else:
+        path.write_text(text, encoding="utf-8")  # with the rights that the user's files have: it may be to share
     journal_of(plan, measured.key).end()
     return path, renewal
 
