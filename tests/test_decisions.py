@@ -223,6 +223,30 @@ def test_where_nothing_was_measured_the_class_of_the_link_is_the_model(
     assert decision.notes == []
 
 
+@pytest.mark.parametrize(
+    ("links", "slowest"),
+    [(["NV18", "NV4", "NV12"], "NV4"), (["NV18", "SYS", "PIX"], "SYS"), (["PIX", "PXB", "PIX"], "PXB"),
+     (["NV18", "?", "SYS"], "?")],
+)  # fmt: skip
+def test_a_group_is_as_fast_as_its_slowest_pair(links: list[str], slowest: str) -> None:
+    whole = machine("NVIDIA A100", "sm_80", 3, "NV12")
+    pairs = tuple(replace(pair, link=link) for pair, link in zip(whole.pairs, links, strict=True))
+    assert key(facts_on(replace(whole, pairs=pairs))).link == slowest
+
+
+def test_what_is_equal_is_projected_after_the_merge() -> None:
+    from dcpcomm.costtable import Projection, ProjectionRow
+
+    facts, latent = facts_on(H200_X2), shape(head_dim=512, v_head_dim=128)
+    row = (ProjectionRow(tokens=1, median_us=5, mad_us=50, n=60),)
+    products = tuple(Projection(heads=h, latent=512, value=128, rows=row) for h in (64, 128))
+    measured = table(facts, nccl_a2a={16: 12, 64: 13, 16384: 40}).model_copy(
+        update={"projections": {"bfloat16": products}}
+    )
+    decision = decide(facts, measured, of=latent, transport="nccl_a2a")
+    assert {choice.projection for choice in decision.choices} == {"after"}
+
+
 def test_the_order_of_projection_follows_the_figures_of_the_products() -> None:
     from dcpcomm.costtable import Projection, ProjectionRow
 
