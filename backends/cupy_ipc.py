@@ -50,7 +50,7 @@ class CupyIpc(PeerMemoryTransport):
             runtime()
         except Exception as error:  # CuPy's loader raises errors of packages that may not be there to be named
             return Verdict(False, f"CuPy can't be imported: {error}", "pip install 'dcpcomm[cu12]' or 'dcpcomm[cu13]'")
-        return Verdict(True)
+        return super().check(facts)
 
     @classmethod
     def device_bytes(cls, shape: MergeShape, world_size: int, options: Any) -> int:

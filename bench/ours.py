@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -42,21 +42,32 @@ class Ours(Rival):
         group: what a `DCPMerger` takes.
         contender: a transport's registered name, and perhaps options; see `named`. The option `without` is the
             benchmark's own: see `ablation`.
+        config: the rest of the merger's configuration; default: verified quickly.
     """
 
-    def __init__(self, ranks: Ranks, shape: MergeShape, device: torch.device, group: Any, contender: str) -> None:
+    def __init__(
+        self,
+        ranks: Ranks,
+        shape: MergeShape,
+        device: torch.device,
+        group: Any,
+        contender: str,
+        config: Mapping[str, Any] | None = None,
+    ) -> None:
         super().__init__(ranks, shape, device)
         self.name = contender  # type: ignore[misc]
         self._transport, self._options = named(contender)
         self._without = self._options.pop("without", None)
-        self.sums_rounded = not load_transport(self._transport).capabilities.deterministic  # type: ignore[misc]
-        self._group = group
+        capabilities = load_transport(self._transport).capabilities
+        self.sums_rounded = not capabilities.deterministic  # type: ignore[misc]
+        self.graph_capturable = capabilities.graph_capturable
+        self._group, self._config = group, config or {"verify": {"level": "quick"}}
         self._merger: DCPMerger | None = None
         self._outs: dict[int, torch.Tensor] = {}
 
     def prepare(self) -> None:
         ablation.use(self._without)
-        config: dict[str, Any] = {"transport": self._transport, "verify": {"level": "quick"}}
+        config: dict[str, Any] = {**self._config, "transport": self._transport}
         if self._options:
             config["options"] = {self._transport: self._options}
         self._merger = DCPMerger(self._group, self.shape, config, self.device)

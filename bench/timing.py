@@ -16,7 +16,7 @@ import torch
 from dcpcomm.bench.checked import Checked
 from dcpcomm.graphs import captured
 
-__all__ = ["Summary", "Times", "mad", "percentile", "settle", "slowest", "time_eager_host", "time_graph"]
+__all__ = ["Summary", "Times", "mad", "percentile", "settle", "slowest", "time_calls", "time_eager_host", "time_graph"]
 
 _WARM_REPLAYS = 5
 
@@ -165,3 +165,30 @@ def time_eager_host(
     step()
     _arrive(device, meet)
     return Times(tuple(us[:calls]), step.judge())
+
+
+def time_calls(
+    step: Checked, device: torch.device, meet: Callable[[], object], *, per_round: int = 20, rounds: int = 30
+) -> Times:
+    """Time `per_round` calls after each other until the last result is there, `rounds` times: where nothing can be
+    captured, and on CPU. Collective.
+
+    Raises:
+        Unverified: as for `time_graph`.
+    """
+    step.require_verified()
+    us = []
+    for turn in range(-_WARM_REPLAYS, rounds):
+        _arrive(device, meet)
+        began = time.perf_counter_ns()
+        for _ in range(per_round):
+            step()
+        settle(device)
+        if turn >= 0:
+            us.append((time.perf_counter_ns() - began) / 1e3 / per_round)
+    _arrive(device, meet)
+    step.poison()
+    _arrive(device, meet)
+    step()
+    _arrive(device, meet)
+    return Times(tuple(us), step.judge())

@@ -55,6 +55,7 @@ __all__ = [
 _LONGEST_S = 1e7  # four months; what is longer, clocks of libraries below can't count
 CONFIG_VARIABLE = "DCPCOMM_CONFIG"
 TRANSPORT_VARIABLE = "DCPCOMM_TRANSPORT"
+_TABLES = ("auto", "builtin")
 
 
 class _Part(BaseModel):
@@ -105,9 +106,10 @@ class _Fields(_Part):
         description="SMs that a merger's waiting kernels may occupy, over all its channels; auto: half of the GPU's",
     )
     cost_table: str = Field(
-        default="builtin",
+        default="auto",
         min_length=1,
-        description="builtin, or the path of a table; relative to the file that names it",
+        description="auto (what `dcpcomm tune` measured, over the built-in tables), builtin (those alone), or the path "
+        "of a table; relative to the file that names it",
     )
     verify: VerifyConfig = Field(default=VerifyConfig(), description="proof of a transport before use")
     watchdog: WatchdogConfig = Field(default=WatchdogConfig(), description="peers that don't arrive")
@@ -213,14 +215,14 @@ def options_for(config: MergeConfig, cls: type[MergeTransport]) -> Any:
 
 
 def config_fingerprint(config: MergeConfig) -> dict[str, str]:
-    """Dotted key -> value as JSON text, for ranks to compare. A cost table counts by its content, not by its
-    path.
+    """Dotted key -> value as JSON text, for ranks to compare. A cost table counts by its content, not by its path; one
+    that was tuned doesn't count, as only rank 0's is read.
 
     Raises:
         ConfigError: the cost table can't be read.
     """
     values = config.model_dump(mode="json")
-    if config.cost_table != "builtin":
+    if config.cost_table not in _TABLES:
         try:
             content = Path(config.cost_table).read_bytes()
         except OSError as error:
@@ -269,10 +271,12 @@ def _check(source: Source) -> None:
         field_problems(source, failure.errors(include_url=False), _KEYS)
     name_problems(source, list(registry.registered_transports()))
     table = source.values.get("cost_table")
-    if isinstance(table, str) and table not in ("", "builtin"):
+    if isinstance(table, str) and table not in ("", *_TABLES):
         source.values["cost_table"] = str(Path(table).expanduser().absolute())
         if not Path(source.values["cost_table"]).is_file():
-            source.add(("cost_table",), f"cost_table: no such file, {table!r}; correct the path, or write builtin")
+            source.add(
+                ("cost_table",), f"cost_table: no such file, {table!r}; correct the path, or write auto or builtin"
+            )
     options = source.values.get("options")
     for name, given in options.items() if isinstance(options, dict) else ():
         if name in registry.registered_transports() and isinstance(given, dict):
@@ -340,7 +344,7 @@ def _from_file(name: str, origin: str) -> Source:
     file = read_yaml(text, str(path))
     values = {} if file.values is None else file.values
     table = values.get("cost_table") if isinstance(values, dict) else None
-    if isinstance(table, str) and table not in ("", "builtin"):
+    if isinstance(table, str) and table not in ("", *_TABLES):
         values["cost_table"] = str(path.absolute().parent / Path(table).expanduser())
     return Source(str(path), values=values, lines=file.lines, problems=file.problems)
 

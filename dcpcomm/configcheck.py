@@ -27,7 +27,7 @@ _EXPECTED: dict[Path, str] = {
     ("deterministic",): "true or false",
     ("max_live",): "a whole number above 0",
     ("max_sms",): "auto, or a whole number above 0",
-    ("cost_table",): "builtin, or the path of a cost table",
+    ("cost_table",): "auto, builtin, or the path of a cost table",
     ("verify",): "a mapping, such as {level: standard, deadline_s: 30}",
     ("verify", "deadline_s"): "a number of seconds above 0",
     ("watchdog",): "a mapping, such as {timeout_s: 120, action: raise}",

@@ -45,12 +45,14 @@ class Decision:
         fallen: candidate -> where it fell.
         choices: by bucket of B, ascending.
         prices: bucket of B -> the predicted price of each candidate that could have carried it, cheapest first.
+        notes: of the cost tables, in words.
     """
 
     candidates: list[str] = field(default_factory=list)
     fallen: dict[str, Fallen] = field(default_factory=dict)
     choices: list[Choice] = field(default_factory=list)
     prices: dict[int, list[Price]] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
 
     @property
     def transports(self) -> list[str]:
@@ -80,4 +82,5 @@ class Decision:
             fallen={name: Fallen(**fallen) for name, fallen in value["fallen"].items()},
             choices=[Choice(**choice) for choice in value["choices"]],
             prices={int(tokens): [Price(**price) for price in prices] for tokens, prices in value["prices"].items()},
+            notes=value["notes"],
         )

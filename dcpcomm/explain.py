@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import sys
+import time
+
+from dcpcomm.cachefolder import cache_dir, write_whole
 from dcpcomm.config import MergeConfig
+from dcpcomm.cost import MODEL, Price
 from dcpcomm.decision import Decision
 from dcpcomm.group import Group
 from dcpcomm.registry import try_load
 from dcpcomm.transport import MergeShape
 
-__all__ = ["describe"]
+__all__ = ["describe", "last_decision", "remember"]
+
+_LAST = "last_decision.txt"
 
 
 def describe(
@@ -39,20 +48,54 @@ def describe(
             lines.append(f"  {name}: fell at {fallen.stage} on rank {fallen.rank}: {fallen.reason}{remedy}")
     lines += [f"  {name}: forbidden by the configuration (forbid)" for name in config.forbid]
     if decision.prices and (group.size > 1 or shape.v_head_dim is not None):
-        lines.append("predicted microseconds of a whole merge, by rows (model: assumed, not measured here):")
-        for choice in decision.choices:
-            row = []
-            for price in decision.prices[choice.tokens]:
-                order = f", project {price.projection}" if price.projection else ""
-                mark = "*" if price.transport == choice.transport else ""
-                row.append(f"{mark}{price.transport or 'local'} {price.us:.0f} ({price.origin}{order})")
-            lines.append(f"  B<={choice.tokens}: {'; '.join(row)}")
-        if len(decision.prices[choice.tokens]) > 1 or (shape.v_head_dim is not None and config.projection == "auto"):
-            lines.append("  * is taken; `prefer`, `cost_table` and `projection` would change it")
+        lines += _prices(decision, shape, config)
     waits = "for ever, and logs who is late" if group.exchange_timeout_s is None else f"up to {group.timeout_s:g} s"
     lines.append(f"combined by {engine}")
     lines.append(f"device memory of this rank: {device_bytes} bytes; an exchange waits for peers {waits}")
     return "\n".join(lines)
+
+
+def remember(text: str) -> None:
+    """Keep the last decision for `dcpcomm doctor`; where the cache can't be written, it has none."""
+    with contextlib.suppress(OSError):
+        stamp = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+        program = os.path.basename(sys.argv[0]) or "an interactive Python"
+        write_whole(cache_dir() / _LAST, f"made {stamp} by {program}\n{text}\n")
+
+
+def last_decision() -> str:
+    """What rank 0 last decided on this machine for this user, and when; "" where nothing is kept."""
+    with contextlib.suppress(OSError, UnicodeDecodeError):
+        return (cache_dir() / _LAST).read_text(encoding="utf-8")
+    return ""
+
+
+def _prices(decision: Decision, shape: MergeShape, config: MergeConfig) -> list[str]:
+    """The prices by bucket, where they come from, and what would change them."""
+    shown = [price for row in decision.prices.values() for price in row]
+    lines, tied = ["predicted microseconds of a whole merge, by rows:"], False
+    for choice in decision.choices:
+        priced = decision.prices[choice.tokens]
+        row = [_price(price, price.transport == choice.transport) for price in priced]
+        cheapest = next(price for price in priced if price.transport in decision.transports or not price.transport)
+        tied = tied or cheapest.transport != choice.transport
+        lines.append(f"  B<={choice.tokens}: {'; '.join(row)}")
+    if len(decision.prices[choice.tokens]) > 1 or (shape.v_head_dim is not None and config.projection == "auto"):
+        lines.append("  * is taken; `prefer`, `cost_table` and `projection` would change it")
+    if tied:
+        lines.append("  a cheaper one beside * is cheaper by less than the spread: the earlier candidate is taken")
+    if any(price.extrapolated for price in shown):
+        lines.append("  ~ lies outside of what was measured")
+    if any(price.origin == MODEL for price in shown):
+        lines.append("  model: assumed (latency, bandwidth), not measured; `dcpcomm tune` measures this machine")
+    return lines + [f"  {note}" for note in decision.notes]
+
+
+def _price(price: Price, taken: bool) -> str:
+    about = "~" if price.extrapolated else ""
+    us = f"{price.us:.0f}" if price.us >= 100 else f"{price.us:.1f}"
+    order = f", project {price.projection}" if price.projection else ""
+    return f"{'*' if taken else ''}{price.transport or 'local'} {about}{us} ({price.origin}{order})"
 
 
 def _proof(name: str, config: MergeConfig) -> str:

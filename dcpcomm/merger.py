@@ -13,7 +13,6 @@ from dcpcomm.combine.engine import Partials
 from dcpcomm.combine.wire import Header
 from dcpcomm.decision import Decision
 from dcpcomm.errors import ShapeError
-from dcpcomm.explain import describe
 from dcpcomm.log import log
 from dcpcomm.projection import GatheredWUV, check_gathered, project
 from dcpcomm.rows import row_counts
@@ -361,10 +360,7 @@ class DCPMerger:
 
     def explain(self) -> str:
         """What was decided and why, in words."""
-        session = self._session
-        return describe(
-            session.decision, self.shape, session.config, self.group, session.device_bytes, session.engine.words
-        )
+        return self._session.explain()
 
     def close(self) -> None:
         """Give everything back. Local, safe twice; no merge may be under way on this rank."""

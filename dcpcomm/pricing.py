@@ -2,64 +2,65 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from dcpcomm.config import MergeConfig
-from dcpcomm.cost import CostTable, LinkClass, Price, buckets
+from dcpcomm.cost import Costs, Price, buckets
 from dcpcomm.decision import Choice, Decision, Fallen
-from dcpcomm.group import Group
-from dcpcomm.topology import Facts
 from dcpcomm.transport import MergeShape
 
 __all__ = ["live_ones", "priced"]
 
+Rows = dict[int, list[Price]]
+
 
 def priced(
-    group: Group,
     shape: MergeShape,
     config: MergeConfig,
-    table: CostTable,
+    costs: Costs,
     candidates: list[str],
     fallen: dict[str, Fallen],
-    standing: list[str],
-    facts: Facts,
+    standing: Sequence[str],
 ) -> Decision:
-    """The decision: for each bucket of B the cheapest transport, of at most `max_live` that stay connected."""
+    """The decision: for each bucket of B the cheapest transport, of at most `max_live` that stay connected.
+
+    What lies within the spread of the cheapest counts as equal to it: then the earlier in canonical order is taken.
+
+    Args:
+        standing: those that can carry merges, in canonical order.
+    """
     orders = _orders(shape, config)
-    link = _link(group, facts)
-
-    def prices_of(names: list[str], orders: tuple[str, ...]) -> dict[int, list[Price]]:
-        return {
-            tokens: sorted(
-                (table.price(name, shape, group.size, tokens, link, facts.device, orders) for name in names),
-                key=lambda price: price.us,
-            )
-            for tokens in buckets(shape.max_tokens)
-        }
-
-    names = standing or ([""] if group.size == 1 else [])
+    names = list(standing) or ([""] if costs.key.ranks == 1 else [])
     if not names:
         return Decision(candidates, fallen)
-    prices = prices_of(names, orders)
+    ways = {
+        tokens: [costs.price(name, shape, tokens, order) for name in names for order in orders]
+        for tokens in buckets(shape.max_tokens)
+    }
     if config.deterministic and len(orders) > 1:
         # One order for every B: the one whose best merges cost least in sum.
-        alone = {order: prices_of(names, (order,)) for order in orders}
-        best = min(alone, key=lambda order: sum(row[0].us for row in alone[order].values()))
-        prices = alone[best]
+        order = min(orders, key=lambda order: sum(min(_us(row, order)) for row in ways.values()))
+        ways = {tokens: [price for price in row if price.projection == order] for tokens, row in ways.items()}
+    prices = {
+        tokens: [_cheapest([p for p in row if p.transport == name]) for name in names] for tokens, row in ways.items()
+    }
     live = live_ones(names, prices, config)
     for name in names:
         if name not in live:
             others = " and ".join(live)
-            reason = f"at no B predicted to be cheaper than {others}"
+            reason = f"at no B predicted to be cheaper than {others} by more than the spread"
             if len(live) == config.max_live:
                 reason = f"not among the max_live={config.max_live} that together are cheapest over all B ({others})"
             fallen[name] = Fallen("price", 0, reason, f"transport: {name}, or prefer it")
     choices = []
     for tokens, row in prices.items():
-        price = next(price for price in row if price.transport in live)
+        price = _cheapest([price for price in row if price.transport in live])
         choices.append(Choice(tokens, price.transport, price.projection))
-    return Decision(candidates, fallen, choices, prices)
+    shown = {tokens: sorted(row, key=lambda price: price.us) for tokens, row in prices.items()}
+    return Decision(candidates, fallen, choices, shown, list(costs.notes))
 
 
-def live_ones(names: list[str], prices: dict[int, list[Price]], config: MergeConfig) -> list[str]:
+def live_ones(names: list[str], prices: Rows, config: MergeConfig) -> list[str]:
     """At most `max_live` names: greedily those that lower the sum over buckets most, ties to the earlier one.
 
     A transport that was named or preferred is taken without asking its price.
@@ -67,27 +68,46 @@ def live_ones(names: list[str], prices: dict[int, list[Price]], config: MergeCon
     asked_for = [name for name in names if name == config.transport or name in config.prefer]
     if asked_for:
         return asked_for[:1]
-    by_bucket = [{price.transport: price.us for price in row} for row in prices.values()]
+    by_bucket = [{price.transport: price for price in row} for row in prices.values()]
     live: list[str] = []
     while len(live) < min(config.max_live, len(names)):
         rest = [name for name in names if name not in live]
-        sums = {name: sum(min(row[one] for one in [*live, name]) for row in by_bucket) for name in rest}
-        best = min(rest, key=lambda name: sums[name])
-        if live and sums[best] >= sum(min(row[one] for one in live) for row in by_bucket):
-            break  # one more connection would never be the cheaper one
+        best = _cheapest([_sum(name, [_better(live, name, row) for row in by_bucket]) for name in rest]).transport
+        if live and not any(_better(live, best, row).transport == best for row in by_bucket):
+            break  # one more connection would never be the cheaper one, or not by more than the spread
         live.append(best)
     return live
 
 
+def _better(live: list[str], name: str, row: dict[str, Price]) -> Price:
+    """What a bucket costs with `name` beside those that are live: it is used only where it is cheaper by more than the
+    spread.
+    """
+    mine = row[name]
+    if not live:
+        return mine
+    there = _cheapest([row[one] for one in live])
+    return mine if mine.us < there.us and not mine.equals(there) else there
+
+
+def _sum(name: str, prices: list[Price]) -> Price:
+    """Of all buckets together, as the price of having `name`."""
+    first = prices[0]
+    return Price(name, first.projection, sum(p.us for p in prices), first.origin, sum(p.mad_us for p in prices))
+
+
+def _cheapest(prices: list[Price]) -> Price:
+    """The first in order that isn't dearer than the cheapest by more than the spread."""
+    least = min(prices, key=lambda price: price.us)
+    return next(price for price in prices if price is least or price.equals(least))
+
+
+def _us(row: list[Price], order: str) -> list[float]:
+    return [price.us for price in row if price.projection == order]
+
+
 def _orders(shape: MergeShape, config: MergeConfig) -> tuple[str, ...]:
+    """Of equal ones the first: projecting after the merge needs the weights of this rank's heads alone."""
     if shape.v_head_dim is None:
-        return ()
-    return ("before", "after") if config.projection == "auto" else (config.projection,)
-
-
-def _link(group: Group, facts: Facts) -> LinkClass:
-    if facts.place == "loopback":
-        return "process"
-    if len(set(group.hosts)) > 1:
-        return "network"
-    return "gpu" if facts.device == "cuda" else "host"
+        return ("",)
+    return ("after", "before") if config.projection == "auto" else (config.projection,)

@@ -16,7 +16,7 @@ import os
 import time
 import uuid
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any, TypeVar
 
 import torch
@@ -24,34 +24,28 @@ import torch
 import dcpcomm
 from dcpcomm import topology
 from dcpcomm.combine.engine import engine_in_words
-from dcpcomm.combine.wire import row_bytes
 from dcpcomm.config import MergeConfig, config_fingerprint, options_for
 from dcpcomm.control import Outcome, first_failure, left
-from dcpcomm.cost import load_cost_table
+from dcpcomm.cost import Costs, load_costs
+from dcpcomm.costkey import key_of, machine_id
 from dcpcomm.decision import Decision, Fallen
-from dcpcomm.errors import ConfigError, SelectionMismatch, TransportUnavailable, VerificationFailed
+from dcpcomm.errors import SelectionMismatch, TransportUnavailable, VerificationFailed
 from dcpcomm.group import Group
+from dcpcomm.libraries import versions_that_matter
 from dcpcomm.log import log
+from dcpcomm.machine import Card
 from dcpcomm.pricing import priced
-from dcpcomm.registry import registered_transports, try_load
+from dcpcomm.screen import asked_for, candidate_names, screen, union
 from dcpcomm.topology import Facts, local_facts
 from dcpcomm.transport import MergeShape, MergeTransport, PeerMemoryTransport, Verdict
 from dcpcomm.trial import try_in_children
 from dcpcomm.verify import verify_transport
 from dcpcomm.workspace import Workspace
 
-__all__ = ["candidate_names", "connect_transport", "establish", "select"]
+__all__ = ["connect_transport", "establish", "select"]
 
 T = TypeVar("T")
 _ENVIRONMENT_THAT_MATTERS = ("DCPCOMM_CONFIG", "DCPCOMM_TRANSPORT", "DCPCOMM_PLUGINS")
-
-
-def candidate_names(config: MergeConfig) -> list[str]:
-    """The transports that `config` allows, in canonical order: the named one, the preferred ones, the rest by name."""
-    names = [] if config.transport == "auto" else [config.transport]
-    if config.transport == "auto" or config.on_unavailable == "fallback":
-        names += [*config.prefer, *registered_transports()]
-    return [name for name in dict.fromkeys(names) if name not in config.forbid]
 
 
 def select(
@@ -70,12 +64,12 @@ def select(
     """
     try:
         facts = local_facts(group.rank, group.size, device, group.loopback is not None)
-        table = load_cost_table(config.cost_table)
+        load_costs(config.cost_table)  # what is wrong with a file is told before the ranks agree on anything
         settings = _settings(group, shape, config, device, facts)
     except Exception as error:  # on this rank only, perhaps: the others must hear of it
         group.control.fail(_reason(error))
         raise
-    _agree_on(group, settings, facts)
+    facts = _agree_on(group, settings, facts)
     candidates: list[str] = []
     fallen: dict[str, Fallen] = {}
     standing: dict[str, MergeTransport] = {}
@@ -92,11 +86,17 @@ def select(
                     log.info("rank %d: transport %s fell: %s", group.rank, name, made)
                     continue
                 standing[name] = made
-                if name == config.transport or name in config.prefer:
+                if asked_for(name, config):
                     break  # it was asked for, and it works: the others are only for when it doesn't
         # Rank 0's view of the prices is the decision, as its view of everything else is.
-        mine = priced(group, shape, config, table, candidates, fallen, list(standing), facts)
-        published = group.control.exchange(mine.to_json(), config.verify.deadline_s, "publishing the decision")
+        mine = b""
+        if group.rank == 0:
+            try:
+                mine = priced(shape, config, _costs(config, facts), candidates, fallen, list(standing)).to_json()
+            except Exception as error:  # here only: the others must not wait for a decision that never comes
+                group.control.fail(_reason(error))
+                raise
+        published = group.control.exchange(mine, config.verify.deadline_s, "publishing the decision")
         decision = Decision.from_json(published[0])
     except BaseException:
         for transport in standing.values():
@@ -171,6 +171,19 @@ def establish(
     return connected
 
 
+def _costs(config: MergeConfig, facts: Facts) -> Costs:
+    """What rank 0 prices by."""
+    assert facts.machine is not None
+    threads = facts.place == "loopback"
+    key = key_of(facts.machine, facts.ranks, versions_that_matter(), threads=threads)
+    here = machine_id(facts.machine, facts.ranks)
+    found = load_costs(config.cost_table, key)
+    costs = Costs.of(key, facts.device, found, machine=here, options=config.options)
+    for stale in costs.stale:
+        log.warning("%s", stale)
+    return costs
+
+
 def _settings(
     group: Group, shape: MergeShape, config: MergeConfig, device: torch.device, facts: Facts
 ) -> dict[str, str]:
@@ -186,11 +199,13 @@ def _settings(
     }
 
 
-def _agree_on(group: Group, settings: dict[str, str], facts: Facts) -> None:
-    """Raise `SelectionMismatch` unless all ranks came with the same settings; learn their hosts on the way."""
-    mine = json.dumps({"roster": uuid.uuid4().hex, "host": facts.host, "compared": settings}).encode()
+def _agree_on(group: Group, settings: dict[str, str], facts: Facts) -> Facts:
+    """Raise `SelectionMismatch` unless all ranks came with the same settings; the facts, with where every rank is."""
+    card = asdict(facts.ranks[0])
+    mine = json.dumps({"roster": uuid.uuid4().hex, "card": card, "compared": settings}).encode()
     theirs = [json.loads(raw) for raw in group.control.exchange(mine, group.timeout_s, "constructing the merger")]
-    group.hosts = [peer["host"] for peer in theirs]
+    cards = tuple(Card(**peer["card"]) for peer in theirs)
+    group.hosts = [card.host for card in cards]
     group.roster = [peer["roster"] for peer in theirs]
     keys = sorted({key for peer in theirs for key in peer["compared"]})
     differing = [key for key in keys if len({peer["compared"].get(key) for peer in theirs}) > 1]
@@ -204,84 +219,20 @@ def _agree_on(group: Group, settings: dict[str, str], facts: Facts) -> None:
             + "\n".join(lines)
             + "\nGive every rank of the group the same shape, configuration, versions and environment."
         )
+    return replace(facts, ranks=cards)
 
 
 def _screen(
     group: Group, shape: MergeShape, config: MergeConfig, facts: Facts
 ) -> tuple[list[str], dict[str, Fallen], dict[str, type[MergeTransport]]]:
     """The local stages of all candidates at once: candidates, those fallen, and the classes of the others."""
-    classes: dict[str, type[MergeTransport]] = {}
-    verdicts: dict[str, tuple[str, str, str, str]] = {}
-    entries = registered_transports()
+    screened = {}
     for name in candidate_names(config):
         group.control.note("doing", f"looking at transport {name!r}")
-        stage = "import"
-        try:
-            cls, verdict = try_load(name)
-            if cls is not None:
-                stage = "declared"
-                verdict = _declared(cls, name, group, shape, config, facts)
-                if verdict.ok:
-                    options_for(config, cls)
-                    stage = "check"
-                    verdict = cls.check(facts)
-                    classes[name] = cls
-        except Exception as error:  # whatever a plug-in raises is its reason; the ranks must stay together
-            remedy = "mend the configuration" if isinstance(error, ConfigError) else ""
-            verdict = Verdict(False, _reason(error), remedy)
-        source = entries[name].distribution if name in entries else ""
-        verdicts[name] = ("" if verdict.ok else stage, verdict.reason, verdict.remedy, source)
-
-    posted = json.dumps(verdicts).encode()
+        screened[name] = screen(name, shape, config, facts)
+    posted = json.dumps({name: one.told for name, one in screened.items()}).encode()
     by_rank = [json.loads(raw) for raw in group.control.exchange(posted, group.timeout_s, "checking the transports")]
-    candidates = list(dict.fromkeys(name for verdicts in by_rank for name in verdicts))
-    fallen: dict[str, Fallen] = {}
-    for name in candidates:
-        absent = ("import", "it is not registered there", "install it on every rank", "")
-        sources = {theirs[name][3] for theirs in by_rank if name in theirs}
-        for rank, theirs in enumerate(by_rank):
-            stage, reason, remedy, _ = theirs.get(name, absent)
-            if not stage and len(sources) > 1:
-                stage, reason = "import", f"the ranks have different versions of it: {', '.join(sorted(sources))}"
-                remedy = "install the same version on every rank"
-            if stage and name not in fallen:
-                fallen[name] = Fallen(stage, rank, reason, remedy)
-    return candidates, fallen, classes
-
-
-def _declared(
-    cls: type[MergeTransport], name: str, group: Group, shape: MergeShape, config: MergeConfig, facts: Facts
-) -> Verdict:
-    """What the transport says of itself, against what is asked of it."""
-    can = cls.capabilities
-    hosts = len(set(group.hosts))
-    if facts.device not in can.devices:
-        return Verdict(False, f"works on {', '.join(can.devices)}; the merger is on {facts.device}")
-    if shape.dtype not in can.dtypes:
-        return Verdict(False, f"carries {', '.join(map(str, can.dtypes))}; the shape has {shape.dtype}")
-    if not can.world_sizes[0] <= group.size <= can.world_sizes[1]:
-        return Verdict(
-            False, f"serves groups of {can.world_sizes[0]} to {can.world_sizes[1]} ranks; this group has {group.size}"
-        )
-    if not can.multi_host and hosts > 1:
-        return Verdict(False, f"stays within one host; the group spans {hosts}", "use a transport for many hosts")
-    widths = [width for width in shape.widths if row_bytes(width, shape.dtype.itemsize) % can.row_alignment]
-    if widths and can.layout == "packed":
-        return Verdict(
-            False, f"needs rows of a multiple of {can.row_alignment} bytes; those of width {widths[0]} aren't"
-        )
-    if shape.require_graph and not (can.graph_capturable and facts.device == "cuda"):
-        return Verdict(False, "can't be captured in a CUDA graph; the shape has require_graph=True")
-    if config.deterministic and not can.deterministic:
-        return Verdict(False, "isn't bit-equal to the canonical arithmetic; the config has deterministic: true")
-    asked_for = name == config.transport or name in config.prefer
-    if can.proven_on and facts.place not in can.proven_on and not asked_for:
-        return Verdict(
-            False,
-            f"proven on {', '.join(can.proven_on)}; this is {facts.place}",
-            f"name it (transport: {name}) or prefer it",
-        )
-    return Verdict(True)
+    return *union(by_rank), {name: one.cls for name, one in screened.items() if one.cls is not None}
 
 
 def _none_left(rank: int, config: MergeConfig, decision: Decision) -> str:

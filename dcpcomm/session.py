@@ -15,6 +15,7 @@ from dcpcomm.combine.engine import Partials, engine_for
 from dcpcomm.config import MergeConfig, load_config, options_for
 from dcpcomm.decision import Fallen
 from dcpcomm.errors import DCPCommError, ShapeError, TransportTimeout, TransportUnavailable
+from dcpcomm.explain import describe, remember
 from dcpcomm.group import Group
 from dcpcomm.log import log
 from dcpcomm.rows import RowCounts
@@ -70,6 +71,12 @@ class Session:
         self.closed = False
         used = ", ".join(self.decision.transports) or "none"
         log.info("rank %d of %d: merger made, transport %s", self.group.rank, self.group.size, used)
+        if self.group.rank == 0 and self.group.size > 1:
+            remember(self.explain())
+
+    def explain(self) -> str:
+        """What was decided and why, in words."""
+        return describe(self.decision, self.shape, self.config, self.group, self.device_bytes, self.engine.words)
 
     def partials(self, out: torch.Tensor, lse: torch.Tensor, counts: RowCounts | None) -> Partials:
         """A call's inputs as the engine takes them."""

@@ -299,6 +299,13 @@ class PeerMemoryTransport(MergeTransport):
 
     _engine: Any = None
 
+    @classmethod
+    def check(cls, facts: Facts) -> Verdict:
+        """Whether every GPU of the group on this host reaches the others' memory, as far as the driver tells."""
+        remedy = "use one that needs no peer access, such as nccl_a2a; `nvidia-smi topo -p2p rw` shows the pairs"
+        cut_off = facts.cut_off()
+        return Verdict(False, cut_off, remedy) if cut_off else Verdict(True)
+
     @property
     def peer_bytes(self) -> int:
         """Bytes that every rank must offer to its peers."""

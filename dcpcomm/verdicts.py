@@ -11,26 +11,19 @@ import hashlib
 import inspect
 import json
 import os
-import tempfile
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
 import dcpcomm
+from dcpcomm.cachefolder import cache_dir, write_whole
 from dcpcomm.transport import MergeTransport
 
 if TYPE_CHECKING:
     from dcpcomm.group import Group
 
-__all__ = ["cache_dir", "holds", "key_of", "remember"]
-
-
-def cache_dir() -> Path:
-    """Where dcpcomm keeps what it may forget."""
-    home = os.environ.get("DCPCOMM_CACHE_DIR")
-    return Path(home) if home else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dcpcomm"
+__all__ = ["holds", "key_of", "remember"]
 
 
 def key_of(transport: MergeTransport, group: Group) -> str:
@@ -58,10 +51,4 @@ def holds(key: str) -> bool:
 def remember(key: str) -> None:
     """Remember a soak; where the cache can't be written, it is simply run again next time."""
     with contextlib.suppress(OSError):
-        folder = cache_dir() / "soaks"
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        # A draft of its own for each writer: ranks that are threads write one verdict at once, and two texts of unequal
-        # lengths in one file are no JSON.
-        with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=folder, prefix=f"{key}.", delete=False) as draft:
-            json.dump({"proven": key, "at": time.time()}, draft)
-        os.replace(draft.name, folder / f"{key}.json")
+        write_whole(cache_dir() / "soaks" / f"{key}.json", json.dumps({"proven": key, "at": time.time()}))

@@ -128,7 +128,7 @@ def plan_bytes(shape: MergeShape, world_size: int, config: Any = None, device: s
     """
     from dcpcomm.config import load_config, options_for
     from dcpcomm.registry import try_load
-    from dcpcomm.select import candidate_names
+    from dcpcomm.screen import candidate_names
 
     shape.check_world_size(world_size)
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")

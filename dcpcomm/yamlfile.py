@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-__all__ = ["Path", "Problem", "YamlFile", "dotted", "read_yaml"]
+__all__ = ["Lines", "Path", "Problem", "YamlFile", "dotted", "dump_yaml", "read_yaml"]
 
 Path = tuple[Any, ...]  # keys and list indices, from the top down
 _TAG = "tag:yaml.org,2002:"
@@ -58,6 +58,23 @@ for _kind, _pattern, _first in (
     ),
 ):
     _Loader.add_implicit_resolver(_TAG + _kind, re.compile(f"^(?:{_pattern})$"), _first)
+
+
+class Lines(list[Any]):
+    """A list of which `dump_yaml` puts each item on a line of its own."""
+
+
+class _Dumper(yaml.SafeDumper):
+    # As it is read back: by YAML 1.1 "2e5" would be text and stand without quotes.
+    yaml_implicit_resolvers = _Loader.yaml_implicit_resolvers
+
+
+_Dumper.add_representer(Lines, lambda dumper, items: dumper.represent_sequence(f"{_TAG}seq", items, flow_style=False))
+
+
+def dump_yaml(values: Any) -> str:
+    """Text that `read_yaml` takes back; innermost lists and mappings on one line."""
+    return yaml.dump(values, Dumper=_Dumper, sort_keys=False, default_flow_style=None, width=1000)
 
 
 def read_yaml(text: str, source: str) -> YamlFile:

@@ -160,6 +160,10 @@ class EmulatedKernels(Kernels):
     def programmatic(self) -> bool:
         return False
 
+    @property
+    def origin(self) -> str:
+        return "compiled for the CPU"
+
     def _bind(
         self, function: int, name: str, grid: tuple[int, int, int, int], params: ctypes.Structure, *_: bool
     ) -> Any:

@@ -84,9 +84,9 @@ _WRONG = [
     (
         "cost_table: gone.yaml",
         1,
-        r"cost_table: no such file, '.*gone\.yaml'; correct the path, or write builtin",
+        r"cost_table: no such file, '.*gone\.yaml'; correct the path, or write auto or builtin",
     ),
-    ("cost_table: ''", 1, r"cost_table is ''; expected builtin, or the path"),
+    ("cost_table: ''", 1, r"cost_table is ''; expected auto, builtin, or the path"),
     ("verify: off", 1, r"verify is 'off'; expected a mapping, such as \{level: "),
     ("verify: {level: false}", 1, r"verify\.level is False; expected one of off, quick"),
     ("verify:\n  deadline_s: 0", 2, r"verify\.deadline_s is 0; expected a number of seconds above 0"),

@@ -7,6 +7,8 @@ A comment before a code block says what becomes of it:
     <!-- sh -->               commands, run from the repository's root
     <!-- file: NAME -->       a file, or the next piece of one
     <!-- config -->           a configuration that dcpcomm must accept
+    <!-- excerpt: FILE -->    lines of a file of this repository, in its order
+    <!-- printed by: CMD -->  a part of what a command prints
 """
 
 from __future__ import annotations
@@ -127,6 +129,25 @@ def test_the_commands_on_configuration_work() -> None:
     check, schema = block.text.splitlines()
     assert "nothing wrong" in run(check, ROOT)
     assert '"watchdog"' in run(schema, ROOT)
+
+
+MARKED = [(page, block) for page in PAGES for block in blocks_of(page)]
+EXCERPTS = [(page, block) for page, block in MARKED if block.mark.startswith("excerpt: ")]
+PRINTED = [(page, block) for page, block in MARKED if block.mark.startswith("printed by: ")]
+
+
+@pytest.mark.parametrize(("page", "block"), EXCERPTS, ids=lambda one: getattr(one, "name", ""))
+def test_an_excerpt_is_in_its_file(page: Path, block: Block) -> None:
+    lines = iter((ROOT / block.mark.removeprefix("excerpt: ")).read_text(encoding="utf-8").splitlines())
+    for line in block.text.splitlines():
+        assert line in lines, f"{page.name}: {line!r} is not in that file, or not in this order"
+
+
+@pytest.mark.parametrize(("page", "block"), PRINTED, ids=lambda one: getattr(one, "name", ""))
+def test_a_command_prints_what_the_page_shows(page: Path, block: Block) -> None:
+    printed = run(block.mark.removeprefix("printed by: "), ROOT, COLUMNS="100")
+    said = f"{page.name}:{block.line}: the command printed\n{printed}"
+    assert doctest.OutputChecker().check_output(f"...{block.text}...", printed, _SAME), said
 
 
 PLUGIN_PAGE = ROOT / "docs/write-a-transport.md"

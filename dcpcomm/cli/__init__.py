@@ -27,9 +27,12 @@ COMMANDS = {
         "dcpcomm.cli.list:list_transports",
         "Registered transports, where each came from, installed or not.",
     ),
+    "probe": ("dcpcomm.cli.probe:probe", "What this machine offers: GPUs, links, libraries, transports."),
     "explain": ("dcpcomm.cli.explain:explain", "What would be chosen for a shape and a configuration, and why."),
     "verify": ("dcpcomm.cli.verify:verify", "Prove one or all transports on this machine."),
+    "tune": ("dcpcomm.cli.tune:tune", "Measure this machine, and write its cost table."),
     "conformance": ("dcpcomm.cli.conformance:conformance", "Run the conformance suite on a transport."),
+    "doctor": ("dcpcomm.cli.doctor:doctor", "One report to paste into a bug."),
     "config": ("dcpcomm.cli.config:app", "Check a configuration file, or print the schema."),
 }
 

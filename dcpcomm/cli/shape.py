@@ -93,7 +93,7 @@ def make_shape(
     )
 
 
-def on_ranks(fn: Any, ranks: int, *args: Any, on_event: Any = None) -> list[Any] | None:
+def on_ranks(fn: Any, ranks: int, *args: Any, on_event: Any = None, timeout_s: float = 600.0) -> list[Any] | None:
     """`run_on_ranks`, with what a rank raised in the place of the report that it raised."""
     from dcpcomm.errors import ConfigError, DCPCommError
     from dcpcomm.launch import RankFailed, run_on_ranks
@@ -101,7 +101,7 @@ def on_ranks(fn: Any, ranks: int, *args: Any, on_event: Any = None) -> list[Any]
     if ranks < 1:
         raise ConfigError(f"--ranks is {ranks}; expected 1 or more")
     try:
-        return run_on_ranks(fn, ranks, *args, on_event=on_event)
+        return run_on_ranks(fn, ranks, *args, on_event=on_event, timeout_s=timeout_s)
     except RankFailed as failure:
         if isinstance(failure.cause, DCPCommError):
             raise failure.cause from failure

@@ -19,8 +19,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from dcpcomm.cachefolder import cache_dir
 from dcpcomm.errors import DCPCommError
-from dcpcomm.verdicts import cache_dir
 
 __all__ = ["Binary", "KernelsUnavailable", "compile_kernels", "options_for", "sources_of"]
 
