@@ -55,6 +55,16 @@ class Blame:
             "the next call may follow"
         ), False
 
+    def refusal(self, broken: DCPCommError) -> DCPCommError:
+        """What a broken channel raises: the error that broke it, and how to go on."""
+        message = (
+            f"rank {self._group.rank}: channel {self._index} carries no call until reset() on all ranks, because of an "
+            f"earlier error: {broken}"
+        )
+        if isinstance(broken, TransportTimeout):
+            return TransportTimeout(message, broken.ranks)
+        return type(broken)(message)
+
     def timeout(self, transport: str, error: TransportTimeout, call: Header) -> DCPCommError:
         """Of `call` over `transport`, for whose peers `error` says that they did not come."""
         rank = self._group.rank

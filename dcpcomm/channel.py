@@ -64,6 +64,10 @@ class Channel:
         self._engine, self._device, self._on_gpu = engine, device, topology.on_gpu(device)
         self._blame = Blame(group, watchdog, index, self._on_gpu)
         self._carriers: dict[int, MergeTransport] = {}  # by B
+        self._device_index = device.index
+        # Words that a GPU writes, 0 as long as there is nothing to tell; none where other transports have to be asked.
+        states = [one.fused.state(index) for one in transports.values() if one.fused is not None]
+        self._states = [*states, engine.state(index)] if len(states) == len(transports) else []
         self._polls = [(one.fused or one).poll for one in transports.values()]
         self._heads = shape.result_rows(group.size, group.size)[1]
         self._send, self._recv = send, recv
@@ -100,18 +104,18 @@ class Channel:
         return ordinal
 
     def enter_quietly(self) -> int | None:
-        """As `enter`; None, and nothing is done, where there is something to tell or the device is another."""
-        if topology.current_device_index() != self._device.index or not self._busy.acquire(blocking=False):
+        """As `enter`, for who was made by `again`; None, and nothing is done, where there is something to tell or the
+        device is another.
+        """
+        for state in self._states:
+            if state[0]:
+                return None
+        if self.broken is not None or topology.current_device_index() != self._device_index:
             return None
-        try:
-            self._poll()
-            if self.broken is None and self._engine.failure(self.index) is None:
-                ordinal, self._ordinal = self._ordinal, self._ordinal + 1
-                return ordinal
-        except TransportTimeout:  # told by `enter`
-            pass
-        self._busy.release()
-        return None
+        if not self._busy.acquire(False):
+            return None
+        ordinal, self._ordinal = self._ordinal, self._ordinal + 1
+        return ordinal
 
     def check(self) -> None:
         """Raise what broke this channel, and once what a GPU has noted of a call that was called off. No wait for the
@@ -146,7 +150,7 @@ class Channel:
             except CallMismatch as error:  # it is `broken` now
                 self._group.control.note("raised", str(error))
         if self.broken is not None:
-            raise self.refusal(self.broken)
+            raise self._blame.refusal(self.broken)
 
     def _poll(self) -> None:
         for poll in self._polls:
@@ -158,16 +162,6 @@ class Channel:
         return all(
             one == failure.mine or (one.kind, one.ordinal) == (KIND_CANCELLED, failure.mine.ordinal) for one in headers
         )
-
-    def refusal(self, broken: DCPCommError) -> DCPCommError:
-        """What a broken channel raises: the error that broke it, and how to go on."""
-        message = (
-            f"rank {self._group.rank}: channel {self.index} carries no call until reset() on all ranks, because of an "
-            f"earlier error: {broken}"
-        )
-        if isinstance(broken, TransportTimeout):
-            return TransportTimeout(message, broken.ranks)
-        return type(broken)(message)
 
     @property
     def busy(self) -> bool:
@@ -267,7 +261,7 @@ class Channel:
     def again(self, partials: Partials, header: Header, merged: torch.Tensor, want_lse: bool) -> Again | None:
         """What makes calls like one of one chunk that went well; None where they don't merge in one launch."""
         transport = self._carriers.get(header.tokens)
-        if transport is None or transport.fused is None:
+        if transport is None or not self._states:
             return None
         call = self._fused_call(transport, _layout(partials, header, len(merged)))
         return Again(self, call, transport.name, partials, merged, want_lse)

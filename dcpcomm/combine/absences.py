@@ -25,6 +25,10 @@ class Absences:
         """For the kernels."""
         return int(self._records[channel].data_ptr())
 
+    def state(self, channel: int) -> memoryview:
+        """Its first word is 0 as long as nothing is noted."""
+        return self._states[channel]
+
     def check(self, channel: int) -> None:
         """Raise what was noted."""
         if not self._states[channel][0]:

@@ -115,6 +115,7 @@ class FusedPeer:
         self._absences = Absences(group, shape.channels)
         #: Raise what the kernel has noted on a channel of ranks that did not come; no wait for the device.
         self.poll = self._absences.check
+        self.state = self._absences.state
         self.take_deadline()
         self._buffers = buffers  # kept: nobody else may
         # Half of the GPU is left to other mergers, whose kernels may wait at the same time.

@@ -33,6 +33,10 @@ class CallRecords:
         self._words = self.memory.numpy()
         self._states = [memoryview(words) for words in self._words]  # a read is half of numpy's
 
+    def state(self, channel: int) -> memoryview:
+        """Its first word is 0 as long as nothing is noted."""
+        return self._states[channel]
+
     def failure(self, channel: int) -> Failure | None:
         """What is noted, or None."""
         if not self._states[channel][0]:
@@ -73,6 +77,10 @@ class GpuEngine(Engine):
     @property
     def progress(self) -> np.ndarray | None:
         return self.records.progress.numpy()
+
+    def state(self, channel: int) -> memoryview:
+        """Of `records`."""
+        return self.records.state(channel)
 
     def failure(self, channel: int) -> Failure | None:
         return self.records.failure(channel)
