@@ -1,6 +1,6 @@
 """A merge whose tensors lie as those of a call that went well: what was found right then isn't looked at again.
 
-It is what an engine's step calls eagerly, layer by layer. On GPUs, over a transport that merges in one launch.
+It is what an engine's step calls eagerly, layer by layer.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Again:
 
     Args:
         channel: where the call that went well was made.
-        call: what merges calls of its layout.
+        call: what merges calls of its layout in one launch, where that is how its transport does.
         transport: the name.
         partials: what it brought.
         merged: its result.
@@ -65,7 +65,7 @@ class Again:
     def __init__(
         self,
         channel: Channel,
-        call: FusedCall,
+        call: FusedCall | None,
         transport: str,
         partials: Partials,
         merged: torch.Tensor,
@@ -86,9 +86,13 @@ class Again:
         valid_counts: torch.Tensor | None,
         out: torch.Tensor | None,
         tag: Any,
+        own: tuple[int, int],
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None:
         """As `DCPMerger.merge`. None, and nothing is done, where there is something to tell or to look at: that takes
         the long way.
+
+        Args:
+            own: where the library's own memory begins and ends.
         """
         rows, lse = partial_out.data_ptr(), partial_lse.data_ptr()
         counts = 0 if valid_counts is None else valid_counts.data_ptr()
@@ -102,6 +106,7 @@ class Again:
                 (rows < end and to < rows + self._rows_reach)
                 or (lse < end and to < lse + self._lse_reach)
                 or (counts < end and to < counts + self._counts_reach)
+                or (own[0] < end and to < own[1])
                 or out.is_neg()
                 or (not torch.is_inference_mode_enabled() and out.is_inference())
             ):
@@ -110,8 +115,35 @@ class Again:
             return None
         if not (rows and lse and to) or partial_out.is_neg() or partial_lse.is_neg():
             return None
+        if own[1] and ((own[0] < rows + self._rows_reach and rows < own[1]) or (own[0] < lse + self._lse_reach and lse < own[1])):
+            return None
         if type(tag) is not int or not -_TAGS_END <= tag < _TAGS_END:
             return None
+        if self._call is not None:
+            return self._in_one_launch(partial_out, partial_lse, valid_counts, out, tag, rows, lse, counts, to)
+        ordinal = self._channel.enter_quietly()
+        if ordinal is None:
+            return None
+        try:
+            partials = Partials(partial_out, partial_lse, _counts(valid_counts))
+            header = Header(ordinal, tag, self._tokens, 0, self._width)
+            merged, merged_lse = self._channel.merge(partials, 0, self._result[0], header, out, self._want_lse)
+        finally:
+            self._channel.leave()
+        return merged if merged_lse is None else (merged, merged_lse)
+
+    def _in_one_launch(
+        self,
+        partial_out: torch.Tensor,
+        partial_lse: torch.Tensor,
+        valid_counts: torch.Tensor | None,
+        out: torch.Tensor,
+        tag: int,
+        rows: int,
+        lse: int,
+        counts: int,
+        to: int,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None:
         key = rows & 15, lse & 3, to & 15
         found = self._bound.get(key)
         if found is None:
@@ -128,6 +160,7 @@ class Again:
                 params.out_lse = lse_out.data_ptr()
             if counts:
                 params.counts.counts = counts
+            assert self._call is not None
             params.deadline = self._call.deadline()
             # Half the time of Header(...).
             header = tuple.__new__(Header, (ordinal, tag, self._tokens, 0, self._width, KIND_ROWS))
@@ -144,7 +177,8 @@ class Again:
         valid_counts: torch.Tensor | None,
         out: torch.Tensor,
     ) -> tuple[Launch, FusedParams]:
-        counts = None if valid_counts is None else RowCounts(valid_counts, None, None)
+        assert self._call is not None
+        counts = _counts(valid_counts)
         found = self._call.bind(Partials(partial_out, partial_lse, counts), 0, out)
         found[1].counts = counts_of(counts, 0, self._call.token_n)
         if len(self._bound) >= _BOUND_KEPT:
@@ -167,3 +201,7 @@ class Known(dict[Any, Again]):
             if len(self) >= _LAYOUTS_KEPT:
                 self.clear()
             self[like] = again
+
+
+def _counts(valid_counts: torch.Tensor | None) -> RowCounts | None:
+    return None if valid_counts is None else RowCounts(valid_counts, None, None)

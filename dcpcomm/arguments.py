@@ -55,18 +55,21 @@ class Checked(NamedTuple):
 class Arguments:
     """The checks of one merger's calls. What layouts and dtypes it has found right it looks up the next time, so that a
     call costs little more than comparing addresses.
+
+    Attributes:
+        own: where the library's own memory begins and ends.
     """
 
     def __init__(self, shape: MergeShape, world_size: int, device: torch.device) -> None:
         self._shape, self._world_size, self._device = shape, world_size, device
-        self._own = self._own_end = 0
+        self.own = 0, 0
         self._partials: dict[Any, Checked] = {}
         self._outs: dict[Any, int] = {}
 
     def keep_off(self, own: torch.Tensor | None) -> None:
         """No argument may lie in the library's `own` memory."""
         if own is not None:
-            self._own, self._own_end = own.data_ptr(), own.data_ptr() + own.nbytes
+            self.own = own.data_ptr(), own.data_ptr() + own.nbytes
 
     def partials(self, out: Any, lse: Any) -> Checked:
         """After checking type, shape, dtype, device, grad and overlap with the library's own memory.
@@ -84,11 +87,12 @@ class Arguments:
             rows = self._shape.result_rows(tokens, self._world_size)
             found = Checked(tokens, reach(out), reach(lse), rows)
             _remember(self._partials, key, found)
+        begin, end = self.own
         at = _address("partial_out", out)
-        if at < self._own_end and self._own < at + found[1]:
+        if at < end and begin < at + found[1]:
             raise ShapeError("partial_out lies in the library's own buffers; expected memory of the caller's")
         at = _address("partial_lse", lse)
-        if at < self._own_end and self._own < at + found[2]:
+        if at < end and begin < at + found[2]:
             raise ShapeError("partial_lse lies in the library's own buffers; expected memory of the caller's")
         return found
 
@@ -155,7 +159,7 @@ class Arguments:
             far = reaches[index] if index < 2 else reach(tensor)
             if at < end and begin < at + far and overlap(out, tensor):
                 raise ShapeError(f"out overlaps {INPUTS[index]} in memory; expected memory of its own")
-        if self._own < end and begin < self._own_end:
+        if self.own[0] < end and begin < self.own[1]:
             raise ShapeError("out lies in the library's own buffers; expected memory of the caller's")
 
     def _check_out(self, out: Any, shape: tuple[int, ...]) -> None:

@@ -65,9 +65,10 @@ class Channel:
         self._blame = Blame(group, watchdog, index, self._on_gpu)
         self._carriers: dict[int, MergeTransport] = {}  # by B
         self._device_index = device.index
-        # Words that a GPU writes, 0 as long as there is nothing to tell; none where other transports have to be asked.
-        states = [one.fused.state(index) for one in transports.values() if one.fused is not None]
-        self._states = [*states, engine.state(index)] if len(states) == len(transports) else []
+        fused = [one.fused for one in transports.values() if one.fused is not None] if self._on_gpu else []
+        # Words that a GPU writes, 0 as long as there is nothing to tell; transports that have none are asked.
+        self._states = [one.state(index) for one in (*fused, engine)] if self._on_gpu else []
+        self._quiet_polls = [one.poll for one in transports.values() if one.fused is None] if self._on_gpu else []
         self._polls = [(one.fused or one).poll for one in transports.values()]
         self._heads = shape.result_rows(group.size, group.size)[1]
         self._send, self._recv = send, recv
@@ -104,15 +105,19 @@ class Channel:
         return ordinal
 
     def enter_quietly(self) -> int | None:
-        """As `enter`, for who was made by `again`; None, and nothing is done, where there is something to tell or the
-        device is another.
-        """
+        """As `enter`; None, and nothing is done, where there is something to tell or the device is another."""
         for state in self._states:
             if state[0]:
                 return None
-        if self.broken is not None or topology.current_device_index() != self._device_index:
+        if self.broken is not None or (self._on_gpu and topology.current_device_index() != self._device_index):
             return None
         if not self._busy.acquire(False):
+            return None
+        try:
+            for poll in self._quiet_polls:
+                poll(self.index)
+        except TransportTimeout:  # told by `enter`
+            self._busy.release()
             return None
         ordinal, self._ordinal = self._ordinal, self._ordinal + 1
         return ordinal
@@ -259,11 +264,12 @@ class Channel:
             self._watchdog.end(self.index, header)
 
     def again(self, partials: Partials, header: Header, merged: torch.Tensor, want_lse: bool) -> Again | None:
-        """What makes calls like one of one chunk that went well; None where they don't merge in one launch."""
+        """What makes calls like one of one chunk that went well; None in a group of one rank."""
         transport = self._carriers.get(header.tokens)
-        if transport is None or not self._states:
+        if transport is None:
             return None
-        call = self._fused_call(transport, _layout(partials, header, len(merged)))
+        fused = transport.fused is not None
+        call = self._fused_call(transport, _layout(partials, header, len(merged))) if fused else None
         return Again(self, call, transport.name, partials, merged, want_lse)
 
     def launch(self, launch: Launch, stream: int, transport: str, header: Header) -> None:

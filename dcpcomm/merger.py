@@ -140,7 +140,7 @@ class DCPMerger:
             except Exception:  # something is no tensor: told below
                 like = None
             if again is not None:
-                merged = again.merge(partial_out, partial_lse, valid_counts, out, tag)
+                merged = again.merge(partial_out, partial_lse, valid_counts, out, tag, self._arguments.own)
                 if merged is not None:
                     return merged
         return self._call(
@@ -246,8 +246,7 @@ class DCPMerger:
             into = out if w_uv is None or before else None
             header = Header(ordinal, tag, tokens, 0, int(partials.out.shape[2]))
             merged, merged_lse = self._merge_chunks(stream, partials, rows[0], header, into, return_lse)
-            # Chunks are seen to here, and what lies in own memory in each call.
-            if like is not None and rows[0] <= self._chunk and self._session.workspace is None:
+            if like is not None and rows[0] <= self._chunk and (counts is None or partials.counts is counts):
                 self._known.learn(like, stream, partials, header, merged, return_lse)
         finally:
             stream.leave()
