@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,12 @@ from tests.world import Raised, World, meet, outcome, rank_of
 
 DEADLINE_S = 2.0  # where it passes; where it must not, `PATIENCE_S`: the machine may be busy
 PATIENCE_S = 20.0
+MARK = "DCPCOMM_TEST_TRIAL_OF"
 
 
 def constructs(group: Any, rank: int, fault: str, fallback: bool) -> Any:
     """What constructing led to, how long it took, and the children that it left."""
+    os.environ[MARK] = str(os.getpid())  # children inherit it
     dcpcomm.register_transport("hanging", "tests.hanging:Hanging")
     config = {
         "transport": "hanging",
@@ -49,13 +52,15 @@ def constructs(group: Any, rank: int, fault: str, fallback: bool) -> Any:
 
 
 def _trial_processes() -> list[str]:
-    left = []
+    """Of this rank: other tests, here or elsewhere on this machine, have trials too."""
+    left, mine = [], f"{MARK}={os.getpid()}".encode()
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             words = (folder / "cmdline").read_bytes().split(b"\0")
+            inherited = (folder / "environ").read_bytes().split(b"\0")
         except OSError:
             continue
-        if b"dcpcomm.trial" in words:
+        if b"dcpcomm.trial" in words and mine in inherited:
             left.append(folder.name)
     return left
 
