@@ -36,7 +36,7 @@ from dcpcomm.registry import registered_transports, try_load
 from dcpcomm.topology import Facts, local_facts
 from dcpcomm.transport import MergeShape, MergeTransport, PeerMemoryTransport, Verdict
 from dcpcomm.trial import try_in_children
-from dcpcomm.verify import verify_transport
+from dcpcomm.verify import owes_a_soak, verify_transport
 from dcpcomm.workspace import Workspace
 
 __all__ = ["candidate_names", "connect_transport", "establish", "select"]
@@ -155,12 +155,13 @@ def establish(
     group: Group, shape: MergeShape, config: MergeConfig, cls: type[MergeTransport], workspace: Workspace
 ) -> MergeTransport | Fallen:
     """Connect one transport and have it prove itself; closed on all ranks where it fails on any. Collective."""
-    if cls.capabilities.may_hang:
+    # A child process can't stand for a thread of this one.
+    if cls.capabilities.may_hang and group.loopback is None:
         fallen = try_in_children(group, shape, config, cls, workspace.device)
         if fallen is not None:
             return fallen
     transport = connect_transport(group, shape, config, cls, workspace)
-    if isinstance(transport, Fallen) or config.verify.level == "off":
+    if isinstance(transport, Fallen) or (config.verify.level == "off" and not owes_a_soak(transport, group)):
         return transport
     connected = transport
     fallen = _together(connected, lambda: verify_transport(connected, group, shape, config.verify, workspace))
@@ -187,9 +188,11 @@ def _settings(
 
 def _agree_on(group: Group, settings: dict[str, str], facts: Facts) -> None:
     """Raise `SelectionMismatch` unless all ranks came with the same settings; learn their hosts on the way."""
-    mine = json.dumps({"roster": uuid.uuid4().hex, "host": facts.host, "compared": settings}).encode()
+    card = {"roster": uuid.uuid4().hex, "host": facts.host, "place": facts.place, "compared": settings}
+    mine = json.dumps(card).encode()
     theirs = [json.loads(raw) for raw in group.control.exchange(mine, group.timeout_s, "constructing the merger")]
     group.hosts = [peer["host"] for peer in theirs]
+    group.places = [peer["place"] for peer in theirs]
     group.roster = [peer["roster"] for peer in theirs]
     keys = sorted({key for peer in theirs for key in peer["compared"]})
     differing = [key for key in keys if len({peer["compared"].get(key) for peer in theirs}) > 1]
@@ -224,6 +227,10 @@ def _screen(
                     options_for(config, cls)
                     stage = "check"
                     verdict = cls.check(facts)
+                    if verdict.ok:
+                        stage = "import"
+                        group.control.note("doing", f"loading what transport {name!r} needs")
+                        verdict = cls.load(facts)
                     classes[name] = cls
         except Exception as error:  # whatever a plug-in raises is its reason; the ranks must stay together
             remedy = "mend the configuration" if isinstance(error, ConfigError) else ""
