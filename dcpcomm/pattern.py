@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["block", "describe", "words"]
+__all__ = ["block", "describe", "difference", "words"]
 
 _MASK = 0xFFFFFFFF
 _LOOKED_BACK = 16  # rounds in which a stale word is searched for at every place, not only at its own
@@ -70,3 +70,51 @@ def describe(
     if value == -1:
         return "all bits set: memory that was filled before the first round"
     return "none of the words that were sent"
+
+
+def difference(
+    got: torch.Tensor,
+    want: torch.Tensor,
+    source: int,
+    destination: int,
+    number: int,
+    world_size: int,
+    row: int,
+    rows: int,
+    poison: int,
+) -> str:
+    """How much of what `source` sent to `destination` in round `number` is wrong, where it begins, and what is there.
+
+    Args:
+        got, want: uint8, of the same length, and not equal.
+        row: bytes of one.
+        rows: how many there are; behind them are float32 LSEs.
+        poison: the byte that memory was filled with before.
+    """
+    words_got, words_want = words(got).cpu(), words(want).cpu()
+    wrong = (words_got != words_want).nonzero().flatten()
+    first = int(wrong[0])
+    value = int(words_got[first])
+    at, inside = divmod(first * 4, row)
+    what = describe(value, first, source, destination, number, world_size, words_want.numel(), poison)
+    return (
+        f"rank {destination} got {wrong.numel()} wrong words of {words_want.numel()} from rank {source} in round "
+        f"{number}{_extent(wrong, row, rows)}; the first in row {at}, byte {inside}: wanted "
+        f"0x{int(words_want[first]) & _MASK:08x}, got 0x{value & _MASK:08x}, {what}"
+    )
+
+
+def _extent(wrong: torch.Tensor, row: int, rows: int) -> str:
+    """How many rows and LSEs the `wrong` words (sorted, int64) lie in, and in which runs of bytes; nothing of one word
+    alone.
+    """
+    if wrong.numel() == 1:
+        return ""
+    in_row = wrong[wrong < rows * row // 4]
+    begins = torch.cat([torch.tensor([0]), (wrong.diff() > 1).nonzero().flatten() + 1])
+    longest = int(torch.cat([begins, torch.tensor([wrong.numel()])]).diff().max()) * 4
+    lses = wrong.numel() - in_row.numel()
+    return (
+        f", which lie in {(in_row * 4 // row).unique().numel()} row(s){f' and {lses} LSEs' if lses else ''}, in "
+        f"{begins.numel()} run(s) of at most {longest} bytes"
+    )

@@ -326,39 +326,9 @@ def _compare(got: torch.Tensor, source: int, group: Group, number: int, row: int
     # Both on its device: a soak is for more bytes than a host makes in the time.
     want = pattern.block(got.numel(), source, group.rank, number, got.device)
     if not torch.equal(got, want):
-        raise _Wrong(functools.partial(_description, got, want, source, group, number, row, rows))
-
-
-def _description(
-    got: torch.Tensor, want: torch.Tensor, source: int, group: Group, number: int, row: int, rows: int | None
-) -> str:
-    words_got, words_want = pattern.words(got).cpu(), pattern.words(want).cpu()
-    wrong = (words_got != words_want).nonzero().flatten()
-    first = int(wrong[0])
-    value = int(words_got[first])
-    at, inside = divmod(first * 4, row)
-    what = pattern.describe(value, first, source, group.rank, number, group.size, words_want.numel(), _POISON)
-    return (
-        f"rank {group.rank} got {wrong.numel()} wrong words of {words_want.numel()} from rank {source} in round "
-        f"{number}{_extent(wrong, row, rows)}; the first in row {at}, byte {inside}: wanted "
-        f"0x{int(words_want[first]) & 0xFFFFFFFF:08x}, got 0x{value & 0xFFFFFFFF:08x}, {what}"
-    )
-
-
-def _extent(wrong: torch.Tensor, row: int, rows: int | None) -> str:
-    """How many rows and LSEs the `wrong` words (sorted, int64) lie in, and in which runs of bytes; nothing of one word
-    alone.
-    """
-    if wrong.numel() == 1:
-        return ""
-    in_row = wrong if rows is None else wrong[wrong < rows * row // 4]
-    begins = torch.cat([torch.tensor([0]), (wrong.diff() > 1).nonzero().flatten() + 1])
-    longest = int(torch.cat([begins, torch.tensor([wrong.numel()])]).diff().max()) * 4
-    lses = wrong.numel() - in_row.numel()
-    return (
-        f", which lie in {(in_row * 4 // row).unique().numel()} row(s){f' and {lses} LSEs' if lses else ''}, in "
-        f"{begins.numel()} run(s) of at most {longest} bytes"
-    )
+        whole = len(got) // row if rows is None else rows
+        at = source, group.rank, number, group.size
+        raise _Wrong(functools.partial(pattern.difference, got, want, *at, row, whole, _POISON))
 
 
 def _round_of_merges(
