@@ -6,6 +6,7 @@ in it, rows and LSEs of contiguous partials are entries as they lie, and nothing
 
 from __future__ import annotations
 
+import itertools
 from typing import NamedTuple
 
 import torch
@@ -66,16 +67,16 @@ class Entries:
         raise NotImplementedError
 
     def warm(self, device: torch.device) -> None:
-        """Run once what stands around an exchange: a kernel is loaded at its first use, which may wait for the device,
-        and there for a peer.
+        """Run once what stands around an exchange, small and at its largest: to load a kernel, and to get memory from
+        the driver, may wait for the device, and there for a peer that waits for this rank.
         """
-        for width in self.shape.widths:
-            out = torch.zeros((1, self.world_size, self.heads, width), dtype=self.shape.dtype, device=device)
+        for width, t in itertools.product(self.shape.widths, (1, self.tokens)):
+            out = torch.zeros((t, self.world_size, self.heads, width), dtype=self.shape.dtype, device=device)
             lse = torch.zeros(out.shape[:3], dtype=torch.float32, device=device)
             # As a merge brings them where a destination's heads don't lie side by side: with every copy there may be.
             strided = out.transpose(0, 1).contiguous().transpose(0, 1), lse.transpose(0, 1).contiguous().transpose(0, 1)
             for views in ((out, lse), strided):
-                self.arrived(self.sent(*views, 0), (1, self.world_size, self.heads, width), 0)
+                self.arrived(self.sent(*views, 0), (t, self.world_size, self.heads, width), 0)
         if device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()
 

@@ -154,7 +154,7 @@ def _check_rounds(
     first = ""
     wrong_rounds = 0
     replayed = _replayed_rounds(transport, shape, load, workspace.device)
-    replays = [_Replayed(workspace.device) for _ in range(shape.channels)]
+    replays = [_Replayed(workspace.device, _captures_of(group, number, ends)) for number in range(shape.channels)]
     for number in itertools.count():
         if number >= load.rounds + len(replayed) and sent >= load.nbytes:
             break
@@ -199,10 +199,14 @@ def _eagerly(step: Callable[..., Any], *tensors: torch.Tensor) -> Any:
 
 
 class _Replayed:
-    """Calls a step by replaying the graph in which its first call was captured, on that call's tensors."""
+    """Calls a step by replaying the graph in which its first call was captured, on that call's tensors.
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    Args:
+        meet: returns when all ranks have captured.
+    """
+
+    def __init__(self, device: torch.device, meet: Callable[[], None]) -> None:
+        self._device, self._meet = device, meet
         self._graph: Any = None
         self._tensors: tuple[torch.Tensor, ...] = ()
         self._result: Any = None
@@ -215,11 +219,31 @@ class _Replayed:
                 self._result = step(*tensors)
 
             self._graph = captured(captured_step, self._device)
+            self._meet()
         for kept, new in zip(self._tensors, tensors, strict=True):
             if kept.data_ptr() != new.data_ptr():
                 kept.copy_(new)
         self._graph.replay()
         return self._result
+
+
+def _captures_of(group: Group, channel: int, ends: float) -> Callable[[], None]:
+    """What waits until all ranks have captured: a capture takes memory from the driver, which waits for the device, and
+    in a process of several ranks for a peer's replay that waits for this rank.
+    """
+
+    def meet() -> None:
+        if group.loopback is None:
+            return
+        store = group.store(f"captured/{channel}")
+        store.set(str(group.rank), "1")
+        late = group.peers
+        while late := [rank for rank in late if not store.check([str(rank)])]:
+            if time.monotonic() > ends:
+                raise TransportTimeout(f"rank {', '.join(map(str, late))} captured nothing in time", tuple(late))
+            time.sleep(0.0005)
+
+    return meet
 
 
 def _how(number: int, replayed: range, replays: list[_Replayed]) -> tuple[int, _Run]:
