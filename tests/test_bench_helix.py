@@ -1,4 +1,4 @@
-"""FlashInfer's exchange as a rival: judged by its bits where it is right, said to be damaged on Hopper, or not there."""
+"""FlashInfer's exchange as a rival: judged by its bits, or said to be damaged, or not there."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_where_the_library_is_not_there_or_too_old_the_reason_is_told_on_all_ran
 def test_shapes_that_it_does_not_take_are_told() -> None:
     ranks = ThreadRanks(Meeting(2), 0)
     for kind in (HelixExchange, HelixLseReduce):
-        with pytest.raises(ShapeError, match="float32|2-byte"):
+        with pytest.raises(ShapeError, match=r"float32|2-byte"):
             kind(ranks, Settings((), dtype=torch.float32).shape(), CPU)
     with pytest.raises(ShapeError, match="a multiple of 4 heads"):
         HelixExchange(ranks, Settings((), heads=12).shape(), CPU)
