@@ -18,6 +18,7 @@ import pytest
 import torch
 
 import dcpcomm
+from dcpcomm import verdicts
 from dcpcomm.backends import flashinfer_library
 from dcpcomm.errors import VerificationFailed
 from dcpcomm.graphs import captured
@@ -38,12 +39,11 @@ FACTS = (
 )
 
 
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    kernels = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dcpcomm/kernels"
-    kernels.mkdir(mode=0o700, parents=True, exist_ok=True)
-    (tmp_path / "kernels").symlink_to(kernels)  # compiled once, but no soak remembered
-    monkeypatch.setenv("DCPCOMM_CACHE_DIR", str(tmp_path))
+@pytest.fixture
+def no_verdicts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No soak is remembered, from before or for later."""
+    monkeypatch.setattr(verdicts, "holds", lambda key: False)
+    monkeypatch.setattr(verdicts, "remember", lambda key: None)
 
 
 def shape_for(**changes: Any) -> dcpcomm.MergeShape:
@@ -61,7 +61,7 @@ def constructs(group: Any, options: dict[str, Any]) -> None:
 
 @needs_hopper
 @pytest.mark.parametrize("run", range(RUNS))
-def test_the_soak_finds_the_damage_every_time(run: int) -> None:
+def test_the_soak_finds_the_damage_every_time(run: int, no_verdicts: None) -> None:
     with pytest.raises(RankFailed) as caught:
         LoopbackWorld(2).run(constructs, {}, timeout_s=90)
     assert isinstance(caught.value.cause, VerificationFailed), str(caught.value.cause)
@@ -120,7 +120,7 @@ def right_rows(
 
 
 @pytest.mark.parametrize("width", [128, 512])
-def test_checked_rows_are_right(width: int) -> None:
+def test_checked_rows_are_right(width: int, no_verdicts: None) -> None:
     meeting = threading.Barrier(2)
     found = LoopbackWorld(2).run(right_rows, {"checked": True}, width, 400, meeting, timeout_s=120)
     print(f"\nchecked, D={width}: (wrong rows, healed halves of lines) by rank: {found}")
