@@ -115,7 +115,9 @@ class Again:
             return None
         if not (rows and lse and to) or partial_out.is_neg() or partial_lse.is_neg():
             return None
-        if own[1] and ((own[0] < rows + self._rows_reach and rows < own[1]) or (own[0] < lse + self._lse_reach and lse < own[1])):
+        if own[1] and (
+            (own[0] < rows + self._rows_reach and rows < own[1]) or (own[0] < lse + self._lse_reach and lse < own[1])
+        ):
             return None
         if type(tag) is not int or not -_TAGS_END <= tag < _TAGS_END:
             return None

@@ -37,7 +37,7 @@ def describe(
     for name in decision.candidates:
         fallen = decision.fallen.get(name)
         if name in decision.transports:
-            lines.append(f"  {name}: in use, {_proof(name, config)}")
+            lines.append(f"  {name}: in use, {_proof(name, config, group.places)}")
         elif fallen is None:
             asked_for = "was named" if decision.transports[0] == config.transport else "is preferred"
             lines.append(
@@ -98,9 +98,13 @@ def _price(price: Price, taken: bool) -> str:
     return f"{'*' if taken else ''}{price.transport or 'local'} {about}{us} ({price.origin}{order})"
 
 
-def _proof(name: str, config: MergeConfig) -> str:
-    if config.verify.level == "off":
-        return "not verified (verify.level is off)"
+def _proof(name: str, config: MergeConfig, places: list[str]) -> str:
+    if config.options.get(name, {}).get("allow_unverified"):
+        return "not verified (its option allow_unverified)"
     cls, _ = try_load(name)
+    can = cls.capabilities if cls is not None else None
+    owed = can is not None and can.soak_bytes and can.proven_on and not set(places) <= set(can.proven_on)
+    if config.verify.level == "off" and not owed:
+        return "not verified (verify.level is off)"
     merges = cls is not None and cls.fused_merge is not None
     return "verified against the oracle" if merges else "verified bit for bit"

@@ -22,6 +22,7 @@ class Group:
         process_group: a torch ProcessGroup over just these ranks, or None.
         control: the only way by which a transport may meet its peers.
         hosts: by rank, the identity of its host; known from the first agreed step on.
+        places: by rank, what its GPU is (`Facts.place`); known likewise.
         roster: by rank, an id made for this construction; known likewise.
         timeout_s: how long a rank waits for the others where all of them must come (construct, reset, gather).
         exchange_timeout_s: how long an exchange may wait for a peer; None where it waits on and the watchdog only says
@@ -47,6 +48,7 @@ class Group:
         self.cpu_group = cpu_group if cpu_group is not None else process_group
         self.loopback = loopback
         self.hosts: list[str] = []
+        self.places: list[str] = []
         self.roster: list[str] = []
         self.timeout_s = 120.0
         self.exchange_timeout_s: float | None = 120.0

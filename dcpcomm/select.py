@@ -35,11 +35,11 @@ from dcpcomm.libraries import versions_that_matter
 from dcpcomm.log import log
 from dcpcomm.machine import Card
 from dcpcomm.pricing import priced
-from dcpcomm.screen import asked_for, candidate_names, screen, union
+from dcpcomm.screen import Screened, asked_for, candidate_names, screen, union
 from dcpcomm.topology import Facts, local_facts
 from dcpcomm.transport import MergeShape, MergeTransport, PeerMemoryTransport, Verdict
 from dcpcomm.trial import try_in_children
-from dcpcomm.verify import verify_transport
+from dcpcomm.verify import owes_a_soak, verify_transport
 from dcpcomm.workspace import Workspace
 
 __all__ = ["connect_transport", "establish", "select"]
@@ -156,12 +156,13 @@ def establish(
     group: Group, shape: MergeShape, config: MergeConfig, cls: type[MergeTransport], workspace: Workspace
 ) -> MergeTransport | Fallen:
     """Connect one transport and have it prove itself; closed on all ranks where it fails on any. Collective."""
-    if cls.capabilities.may_hang:
+    # A child process can't stand for a thread of this one.
+    if cls.capabilities.may_hang and group.loopback is None:
         fallen = try_in_children(group, shape, config, cls, workspace.device)
         if fallen is not None:
             return fallen
     transport = connect_transport(group, shape, config, cls, workspace)
-    if isinstance(transport, Fallen) or config.verify.level == "off":
+    if isinstance(transport, Fallen) or (config.verify.level == "off" and not owes_a_soak(transport, group)):
         return transport
     connected = transport
     fallen = _together(connected, lambda: verify_transport(connected, group, shape, config.verify, workspace))
@@ -202,10 +203,12 @@ def _settings(
 def _agree_on(group: Group, settings: dict[str, str], facts: Facts) -> Facts:
     """Raise `SelectionMismatch` unless all ranks came with the same settings; the facts, with where every rank is."""
     card = asdict(facts.ranks[0])
-    mine = json.dumps({"roster": uuid.uuid4().hex, "card": card, "compared": settings}).encode()
+    told = {"roster": uuid.uuid4().hex, "card": card, "place": facts.place, "compared": settings}
+    mine = json.dumps(told).encode()
     theirs = [json.loads(raw) for raw in group.control.exchange(mine, group.timeout_s, "constructing the merger")]
     cards = tuple(Card(**peer["card"]) for peer in theirs)
     group.hosts = [card.host for card in cards]
+    group.places = [peer["place"] for peer in theirs]
     group.roster = [peer["roster"] for peer in theirs]
     keys = sorted({key for peer in theirs for key in peer["compared"]})
     differing = [key for key in keys if len({peer["compared"].get(key) for peer in theirs}) > 1]
@@ -229,10 +232,23 @@ def _screen(
     screened = {}
     for name in candidate_names(config):
         group.control.note("doing", f"looking at transport {name!r}")
-        screened[name] = screen(name, shape, config, facts)
+        one = screen(name, shape, config, facts)
+        if one.cls is not None:
+            group.control.note("doing", f"loading what transport {name!r} needs")
+            one = _loaded(one, one.cls, facts)
+        screened[name] = one
     posted = json.dumps({name: one.told for name, one in screened.items()}).encode()
     by_rank = [json.loads(raw) for raw in group.control.exchange(posted, group.timeout_s, "checking the transports")]
     return *union(by_rank), {name: one.cls for name, one in screened.items() if one.cls is not None}
+
+
+def _loaded(one: Screened, cls: type[MergeTransport], facts: Facts) -> Screened:
+    """`one`, which stands so far, once what it needs is loaded."""
+    try:
+        verdict = cls.load(facts)
+    except Exception as error:  # whatever a plug-in raises is its reason; the ranks must stay together
+        verdict = Verdict(False, _reason(error))
+    return one if verdict.ok else Screened("import", verdict.reason, verdict.remedy, one.source)
 
 
 def _none_left(rank: int, config: MergeConfig, decision: Decision) -> str:

@@ -209,6 +209,30 @@ class MergeTransport(ABC):
         """Whether it can work on this machine. Local, under a second, nothing collective."""
         return Verdict(True)
 
+    @classmethod
+    def load(cls, facts: Facts) -> Verdict:
+        """Import and compile what it needs, and say why that fails. Local, nothing collective; may take minutes the
+        first time. Called where `check` found nothing, before the clock of any step starts.
+        """
+        return Verdict(True)
+
+    @property
+    def unverified(self) -> bool:
+        """Whether its user takes it although it may deliver wrong rows: an option `allow_unverified` that is true.
+        What its verification finds wrong is then said, and is no reason to leave it out.
+        """
+        return bool(getattr(self.options, "allow_unverified", False))
+
+    def proof_facts(self) -> list[str]:
+        """What else a soak's verdict depends on: versions of libraries, widths of messages. Called after `connect`."""
+        return []
+
+    def distrusted(self) -> str:
+        """Why a soak that found nothing proves nothing here, where that is so: a fault that is known, but may be rarer
+        than a soak is long. Empty: it is trusted. Called after `connect`.
+        """
+        return ""
+
     @abstractmethod
     def prepare(self) -> bytes:
         """Allocate, and return what peers must know (handles, ids). Local."""

@@ -31,6 +31,7 @@ import torch.distributed as dist
 
 from dcpcomm.decision import Fallen
 from dcpcomm.group import Group
+from dcpcomm.topology import local_facts
 from dcpcomm.transport import MergeShape, MergeTransport
 
 if TYPE_CHECKING:
@@ -53,6 +54,7 @@ class _Task:
     address: str
     port: int
     hosts: list[str]
+    places: list[str]
     shape: MergeShape
     config: MergeConfig
     device: str
@@ -105,6 +107,7 @@ def try_in_children(
         address,
         int(port),
         group.hosts,
+        group.places,
         shape,
         config_of_child,
         str(device),
@@ -201,7 +204,7 @@ class _Lines:
 def _child(task: _Task) -> Fallen | None:
     from dcpcomm.registry import register_transport, registered_transports, try_load
     from dcpcomm.select import connect_transport
-    from dcpcomm.verify import verify_transport
+    from dcpcomm.verify import owes_a_soak, verify_transport
     from dcpcomm.workspace import Workspace
 
     if task.name not in registered_transports():
@@ -213,8 +216,11 @@ def _child(task: _Task) -> Fallen | None:
         torch.cuda.set_device(task.device)
     store = dist.TCPStore(task.address, task.port, is_master=False, wait_for_workers=False)
     group = Group(store, task.rank, task.size)
-    group.hosts, group.device = task.hosts, torch.device(task.device)
+    group.hosts, group.places, group.device = task.hosts, task.places, torch.device(task.device)
     group.timeout_s = task.config.verify.deadline_s
+    verdict = cls.load(local_facts(task.rank, task.size, group.device, False))
+    if not verdict.ok:
+        return Fallen("import", task.rank, verdict.reason, verdict.remedy)
     # Imports and compilation are over: now all children meet, and from here the clock runs.
     group.control.exchange(b"", _START_S, "starting the trial")
     print("ready", flush=True)
@@ -222,7 +228,9 @@ def _child(task: _Task) -> Fallen | None:
     transport = connect_transport(group, task.shape, task.config, cls, workspace)
     if isinstance(transport, Fallen):
         return transport
-    fallen = verify_transport(transport, group, task.shape, task.config.verify, workspace)
+    fallen = None
+    if task.config.verify.level != "off" or owes_a_soak(transport, group):
+        fallen = verify_transport(transport, group, task.shape, task.config.verify, workspace)
     transport.close()
     return fallen
 

@@ -33,7 +33,7 @@ def key_of(transport: MergeTransport, group: Group) -> str:
     except (OSError, TypeError):
         source = repr(type(transport))
     facts = [dcpcomm.__version__, transport.name, source, str(transport.options), sorted(set(group.hosts)), group.size]
-    facts += [torch.__version__, torch.version.cuda, transport.capabilities.soak_bytes]
+    facts += [torch.__version__, torch.version.cuda, transport.capabilities.soak_bytes, *transport.proof_facts()]
     if torch.cuda.is_available():
         facts += [str(torch.cuda.get_device_properties(i).uuid) for i in range(torch.cuda.device_count())]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]

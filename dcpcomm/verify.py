@@ -3,7 +3,8 @@
 Every word sent is a function of (source, destination, round, place), so whatever arrives wrong can be told: a word of
 an earlier round is stale, a word of another place is shifted. The rows travel through the very calls and buffers that
 merges use, back to back, with one rank late. A transport that can tear a message (`Capabilities.soak_bytes`) also
-sends a soak; its verdict is remembered on each machine and counts only where all ranks remember it.
+sends a soak; its verdict is remembered on each machine and counts only where all ranks remember it. Outside of the
+places where such a transport is proven, no level leaves the soak out.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from dcpcomm.decision import Fallen
 from dcpcomm.errors import TransportTimeout
 from dcpcomm.graphs import captured
 from dcpcomm.group import Group
+from dcpcomm.log import log
 from dcpcomm.reference import merge_partials
 from dcpcomm.transport import MergeShape, MergeTransport
 from dcpcomm.workspace import Workspace
@@ -33,7 +35,7 @@ from dcpcomm.workspace import Workspace
 if TYPE_CHECKING:
     from dcpcomm.config import VerifyConfig
 
-__all__ = ["Load", "load_of", "verify_transport"]
+__all__ = ["Load", "load_of", "owes_a_soak", "verify_transport"]
 
 _QUICK, _STANDARD = 4, 12  # rounds
 _BLOCK_LIMIT = 1 << 18  # bytes of a block, unless it takes more for a single row or a soak
@@ -46,7 +48,14 @@ _WRONG = "wrong bits: "
 
 
 class _Wrong(Exception):
-    """Something else arrived than was sent."""
+    """Something else arrived than was sent. `what`: says it, or finds it out, which takes longer than a round."""
+
+    def __init__(self, what: str | Callable[[], str]) -> None:
+        super().__init__("wrong bits")
+        self.what = what
+
+    def __str__(self) -> str:
+        return self.what if isinstance(self.what, str) else self.what()
 
 
 @dataclass(frozen=True)
@@ -58,13 +67,26 @@ class Load:
     block_limit: int
 
 
-def load_of(level: str, soak_bytes: int, remembered: bool) -> Load:
-    """What `level` asks of a transport that declares `soak_bytes`; `remembered`: all ranks hold an earlier soak's
-    verdict.
+def load_of(level: str, soak_bytes: int, remembered: bool, owed: bool = False) -> Load:
+    """What `level` asks of a transport that declares `soak_bytes`.
+
+    Args:
+        remembered: all ranks hold an earlier soak's verdict.
+        owed: see `owes_a_soak`.
     """
-    if level == "soak" or (level == "standard" and soak_bytes and not remembered):
+    if level == "soak" or ((level == "standard" or owed) and soak_bytes and not remembered):
         return Load(_STANDARD, soak_bytes or _SOAK_DEFAULT, _SOAK_BLOCK_LIMIT)
     return Load(_QUICK if level == "quick" else _STANDARD, 0, _BLOCK_LIMIT)
+
+
+def owes_a_soak(transport: MergeTransport, group: Group) -> bool:
+    """Whether a transport that can tear a message is somewhere where it isn't proven: it is then never trusted without
+    a soak, whatever `verify.level` says, unless its user takes what comes (`MergeTransport.unverified`). The same on
+    every rank.
+    """
+    can = transport.capabilities
+    proven = not can.proven_on or all(place in can.proven_on for place in group.places)
+    return bool(can.soak_bytes) and not proven and not transport.unverified
 
 
 def verify_transport(
@@ -78,14 +100,16 @@ def verify_transport(
     name = transport.name
     key = verdicts.key_of(transport, group)
     held = group.control.agree(Outcome(verdicts.holds(key)), config.deadline_s, f"recalling soaks of {name!r}")
-    load = load_of(config.level, transport.capabilities.soak_bytes, all(one.ok for one in held))
+    soak_bytes = 0 if transport.unverified else transport.capabilities.soak_bytes
+    load = load_of(config.level, soak_bytes, all(one.ok for one in held), owes_a_soak(transport, group))
     group.control.note("doing", f"verifying transport {name!r}")
     patience = group.exchange_timeout_s
     started = time.monotonic()
     ok, reason = False, ""
     try:
         _check_rounds(transport, group, shape, load, config.deadline_s, workspace)
-        ok = True
+        doubt = "" if transport.unverified else transport.distrusted()
+        ok, reason = not doubt, f"not proven: {doubt}" if doubt else ""
     except _Wrong as found:
         reason = f"{_WRONG}{found}"
     except TransportTimeout as error:
@@ -104,7 +128,15 @@ def verify_transport(
             verdicts.remember(key)
         return None
     wrong = failure[1].startswith(_WRONG)
-    remedy = "don't use it on this machine" if wrong else "look at that rank's log; is its process alive?"
+    if wrong and transport.unverified:
+        log.warning(
+            "rank %d: %r delivers wrong rows, and is used all the same, as its option allow_unverified says: rank %d: "
+            "%s", group.rank, name, *failure,
+        )  # fmt: skip
+        return None
+    remedy = "don't use it on this machine"
+    if not wrong and failure[1].startswith("could not"):
+        remedy = "look at that rank's log; is its process alive?"
     return Fallen("verify", *failure, remedy, wrong)
 
 
@@ -119,16 +151,17 @@ def _check_rounds(
     ends = time.monotonic() + deadline_s
     sent = 0
     sizes = _sizes(shape, group.size, max(widths), load)
-    first: _Wrong | None = None
+    first = ""
+    wrong_rounds = 0
     replayed = _replayed_rounds(transport, shape, load, workspace.device)
-    replays = [_Replayed(workspace.device) for _ in range(shape.channels)]
+    replays = [_Replayed(workspace.device, _captures_of(group, number, ends)) for number in range(shape.channels)]
     for number in itertools.count():
         if number >= load.rounds + len(replayed) and sent >= load.nbytes:
             break
         # What is left of the deadline, so that a rank that waits and one that waits for it give up together.
         group.exchange_timeout_s = ends - time.monotonic()
         if group.exchange_timeout_s <= 0:
-            if first is not None:
+            if first:
                 break
             raise TransportTimeout(f"{deadline_s:g} s were over after {number} rounds, {sent} of {load.nbytes} bytes")
         tokens, width = sizes[number % len(sizes)], widths[number % len(widths)]
@@ -141,16 +174,17 @@ def _check_rounds(
         try:
             round_of(transport, group, shape, number, channel, tokens, width, workspace, run)
         except _Wrong as found:
-            first = first or found  # and on: the peers would wait out their deadline for a rank that stopped here
+            first = first or str(found)  # and on: the peers would wait out their deadline for a rank that stopped here
+            wrong_rounds += 1
         except TransportTimeout:
-            if first is None:
+            if not first:
                 raise
             break
         sent += block_bytes(shape.rows_per_destination(tokens, group.size), width, shape.dtype.itemsize) * (
             group.size - 1
         )
-    if first is not None:
-        raise first
+    if first:
+        raise _Wrong(f"{first}; {wrong_rounds} of {number} rounds brought wrong bits" if wrong_rounds > 1 else first)
 
 
 def _replayed_rounds(transport: MergeTransport, shape: MergeShape, load: Load, device: torch.device) -> range:
@@ -165,10 +199,14 @@ def _eagerly(step: Callable[..., Any], *tensors: torch.Tensor) -> Any:
 
 
 class _Replayed:
-    """Calls a step by replaying the graph in which its first call was captured, on that call's tensors."""
+    """Calls a step by replaying the graph in which its first call was captured, on that call's tensors.
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    Args:
+        meet: returns when all ranks have captured.
+    """
+
+    def __init__(self, device: torch.device, meet: Callable[[], None]) -> None:
+        self._device, self._meet = device, meet
         self._graph: Any = None
         self._tensors: tuple[torch.Tensor, ...] = ()
         self._result: Any = None
@@ -181,11 +219,31 @@ class _Replayed:
                 self._result = step(*tensors)
 
             self._graph = captured(captured_step, self._device)
+            self._meet()
         for kept, new in zip(self._tensors, tensors, strict=True):
             if kept.data_ptr() != new.data_ptr():
                 kept.copy_(new)
         self._graph.replay()
         return self._result
+
+
+def _captures_of(group: Group, channel: int, ends: float) -> Callable[[], None]:
+    """What waits until all ranks have captured: a capture takes memory from the driver, which waits for the device, and
+    in a process of several ranks for a peer's replay that waits for this rank.
+    """
+
+    def meet() -> None:
+        if group.loopback is None:
+            return
+        store = group.store(f"captured/{channel}")
+        store.set(str(group.rank), "1")
+        late = group.peers
+        while late := [rank for rank in late if not store.check([str(rank)])]:
+            if time.monotonic() > ends:
+                raise TransportTimeout(f"rank {', '.join(map(str, late))} captured nothing in time", tuple(late))
+            time.sleep(0.0005)
+
+    return meet
 
 
 def _how(number: int, replayed: range, replays: list[_Replayed]) -> tuple[int, _Run]:
@@ -242,7 +300,7 @@ def _round_of_blocks(
     send, recv = (one.blocks for one in views)
     nbytes = (1 + rows) * send.shape[2]
     for destination in range(n):
-        send[destination].view(-1).copy_(pattern.block(nbytes, group.rank, destination, number))
+        send[destination].view(-1).copy_(pattern.block(nbytes, group.rank, destination, number, workspace.device))
     recv.fill_(_POISON)
     arrived = run(lambda send, recv: transport.exchange(send, channel, recv=recv), send, recv)
     _arrived(transport, channel, workspace.device)
@@ -268,37 +326,33 @@ def _round_of_views(
     size = t * h * width * shape.dtype.itemsize
 
     def fields(source: int, destination: int) -> tuple[torch.Tensor, torch.Tensor]:
-        raw = pattern.block(size + 4 * t * h, source, destination, number)
+        raw = pattern.block(size + 4 * t * h, source, destination, number, device)
         return raw[:size].view(shape.dtype).view(t, h, width), raw[size:].view(torch.float32).view(t, h)
 
     outs, lses = zip(*(fields(group.rank, destination) for destination in range(n)), strict=True)
     # Strided as a merge's views are: the destination's rows lie side by side in neither of the two.
-    out, lse = torch.stack(outs).to(device).transpose(0, 1), torch.stack(lses).to(device).transpose(0, 1)
+    out, lse = torch.stack(outs).transpose(0, 1), torch.stack(lses).transpose(0, 1)
     got_out, got_lse = run(lambda out, lse: transport.exchange((out, lse), channel), out, lse)
     _arrived(transport, channel, device)
     for source in range(n):
         parts = (got_out[:, source].contiguous(), got_lse[:, source].contiguous())
         raw = torch.cat([part.view(-1).view(torch.uint8) for part in parts])
-        _compare(raw, source, group, number, width * shape.dtype.itemsize)
+        _compare(raw, source, group, number, width * shape.dtype.itemsize, t * h)
 
 
-def _compare(got: torch.Tensor, source: int, group: Group, number: int, row: int) -> None:
-    """Raise `_Wrong` with the first wrong word of `got`, uint8, and what that word is."""
-    want = pattern.block(got.numel(), source, group.rank, number)
-    got = got.cpu()
-    if torch.equal(got, want):
-        return
-    words_got, words_want = pattern.words(got), pattern.words(want)
-    wrong = (words_got != words_want).nonzero().flatten()
-    first = int(wrong[0])
-    value = int(words_got[first])
-    at, inside = divmod(first * 4, row)
-    what = pattern.describe(value, first, source, group.rank, number, group.size, words_want.numel(), _POISON)
-    raise _Wrong(
-        f"rank {group.rank} got {wrong.numel()} wrong words of {words_want.numel()} from rank {source} in round "
-        f"{number}; the first in row {at}, byte {inside}: wanted 0x{int(words_want[first]) & 0xFFFFFFFF:08x}, got "
-        f"0x{value & 0xFFFFFFFF:08x}, {what}"
-    )
+def _compare(got: torch.Tensor, source: int, group: Group, number: int, row: int, rows: int | None = None) -> None:
+    """Raise `_Wrong` with how much of `got`, uint8, is wrong, where it begins, and what is there instead.
+
+    Args:
+        row: bytes of one.
+        rows: how many there are; behind them are float32 LSEs. None: all of it is rows.
+    """
+    # Both on its device: a soak is for more bytes than a host makes in the time.
+    want = pattern.block(got.numel(), source, group.rank, number, got.device)
+    if not torch.equal(got, want):
+        whole = len(got) // row if rows is None else rows
+        at = source, group.rank, number, group.size
+        raise _Wrong(functools.partial(pattern.difference, got, want, *at, row, whole, _POISON))
 
 
 def _round_of_merges(

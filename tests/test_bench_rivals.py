@@ -15,7 +15,7 @@ from dcpcomm.bench.rivals.compiled import Compiled
 from dcpcomm.launch import LocalRanks
 
 CPU = torch.device("cpu")
-BY_COLLECTIVES = [kind for kind in RIVALS if kind.needs_processes]
+BY_COLLECTIVES = [kind for kind in RIVALS if kind.needs_processes and not kind.needs]
 
 
 class PlainRanks(ProcessRanks):

@@ -64,6 +64,7 @@ def test_verify_proves_what_can_be_used_and_says_why_the_rest_cannot(dcpcomm: Co
     verdicts = {row["name"]: row["verdict"] for row in rows}
     assert verdicts == {
         "cupy_ipc": "unusable",
+        "flashinfer_helix": "unusable",
         "gloo_a2a": "proven",
         "loopback": "unusable",
         "loopback_peer": "unusable",

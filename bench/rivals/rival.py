@@ -25,6 +25,7 @@ class Rival(ABC):
     Attributes:
         name: in tables.
         needs_processes: whether it can't run between threads of one process.
+        needs: a library that no CPU has, or "". Without it `prepare` raises TransportUnavailable on all ranks.
         sums_rounded: whether it adds terms that were rounded before, and is judged by that.
 
     Args:
@@ -34,6 +35,7 @@ class Rival(ABC):
 
     name: ClassVar[str]
     needs_processes: ClassVar[bool] = False
+    needs: ClassVar[str] = ""
     sums_rounded: ClassVar[bool] = False
 
     def __init__(self, ranks: Ranks, shape: MergeShape, device: torch.device) -> None:
