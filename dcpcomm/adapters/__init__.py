@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from dcpcomm.adapters.mergers import Key, mergers, size_of
+from dcpcomm.adapters.mergers import MERGERS, Key, size_of
 from dcpcomm.adapters.settings import Settings, configure, settings, shape_for
 from dcpcomm.errors import ShapeError
 from dcpcomm.merger import DCPMerger
@@ -63,7 +63,7 @@ def warm_up(
     if lse_base not in LSE_BASES:
         raise ShapeError(f"lse_base is {lse_base!r}; expected one of {LSE_BASES}")
     key = Key(id(group), num_heads, head_dim, dtype, _device(device), lse_base == "e", scatter, v_head_dim)
-    return mergers.entry(group, key).merger
+    return MERGERS.entry(group, key).merger
 
 
 def gather_w_uv(group: Any, w_uv_local: torch.Tensor, *, lse_base: str = "e", scatter: str = "heads") -> GatheredWUV:
@@ -96,17 +96,17 @@ def gather_w_uv(group: Any, w_uv_local: torch.Tensor, *, lse_base: str = "e", sc
 
 def check_all() -> None:
     """Raise what went wrong in a merge of any adapter. Cheap; once per step, before its tokens are used."""
-    mergers.check_all()
+    MERGERS.check_all()
 
 
 def close_all(group: Any = None) -> None:
     """Close the adapters' mergers of one group, or all. Local, safe twice; graphs that captured merges are void."""
-    mergers.close_all(group)
+    MERGERS.close_all(group)
 
 
 def live_mergers() -> list[DCPMerger]:
     """The adapters' mergers, in the order in which they were built: for `explain` and `device_bytes`."""
-    return mergers.live()
+    return MERGERS.live()
 
 
 def _device(device: torch.device | str | int | None) -> torch.device:

@@ -21,7 +21,7 @@ from dcpcomm.log import log
 from dcpcomm.merger import DCPMerger
 from dcpcomm.transport import MergeShape
 
-__all__ = ["Key", "Mergers", "mergers"]
+__all__ = ["MERGERS", "Key", "Mergers", "size_of"]
 
 
 class Key(NamedTuple):
@@ -212,4 +212,4 @@ def _no_channel(merger: DCPMerger, channel: int) -> ShapeError:
 
 
 #: Those of this process.
-mergers = Mergers()
+MERGERS = Mergers()

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from dcpcomm.adapters.mergers import mergers, size_of
+from dcpcomm.adapters.mergers import MERGERS, size_of
 from dcpcomm.adapters.patching import Patch, Replacement, Report
 from dcpcomm.adapters.switch import switched_on
 
@@ -45,7 +45,7 @@ def dcp_a2a_lse_reduce(
     Returns:
         `[B, H/N, D]`. A group of one rank gets its partials back as they came.
     """
-    return mergers.merge(  # type: ignore[no-any-return]
+    return MERGERS.merge(  # type: ignore[no-any-return]
         cp_group, "heads", cp_attn_out, cp_attn_lse, is_lse_base_on_e, False, seq_lens, query_start_loc, valid_counts,
         channel, tag, None,
     )  # fmt: skip
@@ -66,7 +66,7 @@ def cp_lse_ag_out_rs_mha(
     """As `dcp_a2a_lse_reduce`, for an LSE in base e; with `return_lse` also `[B, H/N]` float32. The partials aren't
     written to, as SGLang's own does.
     """
-    return mergers.merge(
+    return MERGERS.merge(
         cp_group, "heads", cp_attn_out, cp_attn_lse, True, return_lse, seq_lens, query_start_loc, valid_counts, channel,
         tag, None,
     )  # fmt: skip
@@ -93,7 +93,7 @@ def cp_lse_ag_out_rs_mla(
         return cp_attn_out
     rows, heads, width = cp_attn_out.shape
     by_head = cp_attn_out.new_empty((heads // size, rows, width))
-    mergers.merge(
+    MERGERS.merge(
         cp_group, "heads", cp_attn_out, cp_attn_lse, is_lse_base_on_e, False, seq_lens, query_start_loc, valid_counts,
         channel, tag, by_head.transpose(0, 1),
     )  # fmt: skip

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from dcpcomm.adapters import configure
-from dcpcomm.adapters.mergers import Key, mergers, size_of
+from dcpcomm.adapters.mergers import MERGERS, Key, size_of
 from dcpcomm.adapters.patching import Patch, Replacement, Report
 from dcpcomm.adapters.settings import Settings
 from dcpcomm.adapters.switch import switched_on
@@ -66,7 +66,7 @@ def dcp_a2a_lse_reduce(
         `[B, H/N, D]`; with `return_lse` also `[B, H/N]` float32, in the base that came. A group of one rank gets its
         partials back as they came.
     """
-    return mergers.merge(
+    return MERGERS.merge(
         cp_group, "heads", cp_attn_out, cp_attn_lse, is_lse_base_on_e, return_lse, seq_lens, query_start_loc,
         valid_counts, _micro_batch() if channel is None else channel, tag, out,
     )  # fmt: skip
@@ -90,7 +90,7 @@ def cp_lse_ag_out_rs(
     """As `dcp_a2a_lse_reduce`: how rows travel is the transport's affair. The partials aren't written to, as vLLM's
     own does.
     """
-    return mergers.merge(
+    return MERGERS.merge(
         cp_group, "heads", cp_attn_out, cp_attn_lse, is_lse_base_on_e, return_lse, seq_lens, query_start_loc,
         valid_counts, _micro_batch() if channel is None else channel, tag, out,
     )  # fmt: skip
@@ -112,7 +112,7 @@ def cp_lse_ag_out_ar(
     channel: int | None = None,
 ) -> Any:
     """As `dcp_a2a_lse_reduce`, with all heads on every rank: `[B, H, D]`, and `[B, H]`."""
-    return mergers.merge(
+    return MERGERS.merge(
         cp_group, "none", cp_attn_out, cp_attn_lse, is_lse_base_on_e, return_lse, seq_lens, query_start_loc,
         valid_counts, _micro_batch() if channel is None else channel, tag, out,
     )  # fmt: skip
@@ -136,7 +136,7 @@ def dcp_a2a_lse_reduce_token_sharded(
     """As `dcp_a2a_lse_reduce`, with all heads of this rank's rows: `[B/N, H, D]`, and `[B/N, H]`. B must be a multiple
     of N; lengths and counts are those of all B rows.
     """
-    return mergers.merge(
+    return MERGERS.merge(
         cp_group, "tokens", cp_attn_out, cp_attn_lse, is_lse_base_on_e, return_lse, seq_lens, query_start_loc,
         valid_counts, _micro_batch() if channel is None else channel, tag, out,
     )  # fmt: skip
@@ -175,7 +175,7 @@ def dcp_merge_and_v_up_proj(
             id(cp_group), heads, latent, cp_attn_out.dtype, cp_attn_out.device, is_lse_base_on_e, "heads",
             w_uv.local.shape[2],
         )  # fmt: skip
-        return mergers.merger(cp_group, key, channel).merge_and_project(
+        return MERGERS.merger(cp_group, key, channel).merge_and_project(
             cp_attn_out, cp_attn_lse, w_uv, valid_counts=valid_counts, seq_lens=seq_lens,
             query_start_loc=query_start_loc, return_lse=return_lse, channel=channel, out=out, tag=tag,  # type: ignore[call-overload]
         )  # fmt: skip
@@ -185,7 +185,7 @@ def dcp_merge_and_v_up_proj(
             f"{size_of(cp_group)} ranks' heads, or what gather_w_uv returned"
         )
     projected = project(cp_attn_out, w_uv)
-    return mergers.merge(
+    return MERGERS.merge(
         cp_group, "heads", projected, cp_attn_lse, is_lse_base_on_e, return_lse, seq_lens, query_start_loc,
         valid_counts, channel, tag, out,
     )  # fmt: skip
