@@ -11,6 +11,7 @@ import importlib
 import importlib.metadata
 import importlib.util
 import inspect
+import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -74,6 +75,7 @@ class Patch:
         self._engine, self._homes, self._replacements = engine, tuple(homes), replacements
         self._replaced: dict[tuple[str, str], Any] = {}  # (module, name) -> the original
         self._originals: dict[int, tuple[Any, Callable[..., Any]]] = {}  # id -> the original and its replacement
+        self._told = ""
 
     def apply(self) -> Report:
         """Replace what can be, also in modules that have been loaded since the last time."""
@@ -88,10 +90,9 @@ class Patch:
             if module_name.split(".")[0].startswith(self._engine) and isinstance(module, ModuleType):
                 self._replace_in(module_name, module)
         report.patched += [f"{module}.{name}" for module, name in self._replaced]
-        if report.patched:
-            log.info("%s", report)
-        if report.refused:
-            log.warning("%s", report)
+        if str(report) != self._told:  # engines load their plug-ins more than once in a process
+            self._told = str(report)
+            log.log(logging.WARNING if report.refused else logging.INFO, "%s", report)
         return report
 
     def undo(self) -> None:
@@ -102,6 +103,7 @@ class Patch:
                 setattr(module, name, original)
         self._replaced.clear()
         self._originals.clear()
+        self._told = ""
 
     def _choose(self, module: ModuleType, name: str, report: Report) -> None:
         original = vars(module).get(name)
