@@ -21,7 +21,7 @@ from dcpcomm.log import log
 from dcpcomm.merger import DCPMerger
 from dcpcomm.transport import MergeShape
 
-__all__ = ["MERGERS", "Key", "Mergers", "size_of"]
+__all__ = ["MERGERS", "Entry", "Key", "Mergers", "size_of"]
 
 
 class Key(NamedTuple):
@@ -37,17 +37,25 @@ class Key(NamedTuple):
     v_head_dim: int | None = None
 
 
-class _Entry(NamedTuple):
-    merger: DCPMerger | None  # None: a group of one rank, whose partials are the result
+class Entry(NamedTuple):
+    """What is kept.
+
+    Attributes:
+        merger: None for a group of one rank, whose partials are the result.
+        channels: how many it has.
+        group: held, so that no other object gets its id.
+    """
+
+    merger: DCPMerger | None
     channels: int
-    group: Any  # held, so that no other object gets its id
+    group: Any
 
 
 class Mergers:
     """By `Key`. Used from several threads: an engine's micro-batches, or ranks that are threads."""
 
     def __init__(self) -> None:
-        self._entries: dict[tuple[Any, ...], _Entry] = {}
+        self._entries: dict[tuple[Any, ...], Entry] = {}
         # One for each group: a lock over all would have ranks that are threads wait for each other's.
         self._locks: dict[int, threading.Lock] = {}
         self._guard = threading.Lock()
@@ -108,7 +116,7 @@ class Mergers:
             raise _no_channel(entry.merger, channel)
         return entry.merger
 
-    def entry(self, group: Any, key: Key) -> _Entry:
+    def entry(self, group: Any, key: Key) -> Entry:
         """What is kept for `key`, built if it isn't there. Collective over the group then.
 
         Raises:
@@ -122,6 +130,15 @@ class Mergers:
                 entry = self._entries[key] = self._built(group, key)
             return entry
 
+    def put(self, key: Key, entry: Entry) -> None:
+        """Keep this one, in the place of any other of `key`."""
+        self._entries[key] = entry
+
+    def forget(self, group: Any) -> list[Entry]:
+        """Keep none of this group, or of any where it is None; returns what was kept."""
+        taken = [(key, entry) for key, entry in list(self._entries.items()) if group is None or entry.group is group]
+        return [self._entries.pop(key) for key, _ in taken]
+
     def check_all(self) -> None:
         """Raise what a merge went wrong with since the last look: `DCPMerger.check` of each."""
         for entry in list(self._entries.values()):
@@ -130,20 +147,18 @@ class Mergers:
 
     def close_all(self, group: Any = None) -> None:
         """Close those of one group, or all. Local, safe twice; graphs that captured their merges are void."""
-        for key, entry in list(self._entries.items()):
-            if group is None or entry.group is group:
-                del self._entries[key]
-                if entry.merger is not None:
-                    entry.merger.close()
+        for entry in self.forget(group):
+            if entry.merger is not None:
+                entry.merger.close()
 
     def live(self) -> list[DCPMerger]:
         """The mergers there are, in the order in which they were built."""
         return [entry.merger for entry in self._entries.values() if entry.merger is not None]
 
-    def _built(self, group: Any, key: Key) -> _Entry:
+    def _built(self, group: Any, key: Key) -> Entry:
         size = size_of(group)
         if size == 1 and key.v_head_dim is None:
-            return _Entry(None, 0, group)
+            return Entry(None, 0, group)
         base = "e" if key.base_e else "2"
         shape = shape_for(
             num_heads=key.num_heads,
@@ -158,7 +173,7 @@ class Mergers:
             raise DCPCommError(_while_capturing(group, shape))
         merger = DCPMerger(group, shape, settings().config, key.device)
         log.info("rank %d of %d: built for %s", merger.group.rank, size, _words(shape))
-        return _Entry(merger, shape.channels, group)
+        return Entry(merger, shape.channels, group)
 
 
 def size_of(group: Any) -> int:
