@@ -36,6 +36,14 @@ def test_all_examples_are_known() -> None:
     assert {path.name for path in EXAMPLES} == set(PRINTED)
 
 
+def test_what_the_diffs_of_the_page_import_is_there() -> None:
+    page = (ROOT / "docs/adopt-in-an-engine.md").read_text(encoding="utf-8")
+    lines = re.findall(r"^\+((?:from|import) dcpcomm.*)$", page, re.M)
+    assert len(lines) >= 6
+    for line in lines:
+        exec(line, {})
+
+
 def test_an_adapter_adds_at_most_3_us_of_host_time() -> None:
     # On a busy machine some are slower; one round that is fast enough shows what it costs.
     assert any(max(cost_us(2000).values()) < 3.0 for _ in range(6))
