@@ -25,6 +25,7 @@ class Coordinator:
     __hash__ = None  # type: ignore[assignment]
 
     def __init__(self, group: Any) -> None:
+        group = getattr(group, "device_group", group)
         self.rank_in_group, self.world_size = rank_of(group), size_of(group)
         self.device_group = self.cpu_group = group
         if not isinstance(group, dist.ProcessGroup):  # a rank of a loopback world: what makes it one

@@ -82,6 +82,8 @@ def engine_config(**changes: Any) -> Any:
         ({}, (512, 1)),
         ({"speculative_config": SimpleNamespace(num_speculative_tokens=7)}, (1024, 1)),
         ({"compilation_config": SimpleNamespace()}, (128, 1)),
+        ({"compilation_config": SimpleNamespace(cudagraph_capture_sizes=[256, 8])}, (256, 1)),
+        ({"speculative_config": SimpleNamespace(num_speculative_tokens=3, parallel_drafting=True)}, (896, 1)),
         ({"scheduler_config": SimpleNamespace(max_num_seqs=4096, max_num_batched_tokens=2048)}, (2048, 1)),
         ({"parallel_config": SimpleNamespace(num_ubatches=2)}, (512, 2)),
         ({"parallel_config": SimpleNamespace(enable_dbo=True)}, (512, 2)),

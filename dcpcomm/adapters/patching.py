@@ -154,7 +154,7 @@ def _differs(original: Any, function: Callable[..., Any]) -> str | None:
     """Why `function` can't be called as `original` is."""
     try:
         theirs = list(inspect.signature(original).parameters.values())
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, NameError) as error:
         return f"its parameters can't be read: {error}"
     ours = list(inspect.signature(function).parameters.values())
     positional = [one.name for one in ours if one.kind is one.POSITIONAL_OR_KEYWORD]

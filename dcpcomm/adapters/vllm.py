@@ -10,6 +10,7 @@ The plug-in (`vllm.general_plugins`) does nothing unless `DCPCOMM_VLLM=1`.
 
 from __future__ import annotations
 
+import inspect
 import sys
 from typing import Any
 
@@ -34,8 +35,6 @@ __all__ = [
     "register",
     "unpatch",
 ]
-
-_modules = sys.modules
 
 
 def dcp_a2a_lse_reduce(
@@ -193,7 +192,7 @@ def dcp_merge_and_v_up_proj(
 
 def _micro_batch() -> int:
     """vLLM's id of the micro-batch that this thread computes; 0 where there is only one."""
-    ubatching = _modules.get("vllm.v1.worker.ubatching")
+    ubatching = sys.modules.get("vllm.v1.worker.ubatching")
     return 0 if ubatching is None else int(ubatching.dbo_current_ubatch_id())
 
 
@@ -206,7 +205,12 @@ def configure_from(vllm_config: Any) -> Settings:
     scheduler = vllm_config.scheduler_config
     speculative = vllm_config.speculative_config
     drafted = 0 if speculative is None else speculative.num_speculative_tokens or 0
-    captured = getattr(vllm_config.compilation_config, "max_cudagraph_capture_size", None) or 0
+    if getattr(speculative, "parallel_drafting", False):
+        drafted *= 2  # as many rows again, for what is drafted side by side
+    compilation = vllm_config.compilation_config
+    captured = getattr(compilation, "max_cudagraph_capture_size", None)
+    if captured is None:
+        captured = max(getattr(compilation, "cudagraph_capture_sizes", None) or [0])
     rows = max(scheduler.max_num_seqs * (1 + drafted), captured)
     parallel = vllm_config.parallel_config
     channels = getattr(parallel, "num_ubatches", None) or (2 if getattr(parallel, "enable_dbo", False) else 1)
@@ -233,7 +237,10 @@ def _no_direct_workspace(*args: Any, **kwargs: Any) -> None:
 
 def _may_be_absent(original: Any) -> str | None:
     """Releases whose callers don't look for None would call it."""
-    declared = str(getattr(original, "__annotations__", {}).get("return", ""))
+    try:
+        declared = str(inspect.signature(original).return_annotation)
+    except (TypeError, ValueError, NameError) as error:
+        return f"what it returns can't be read: {error}; set VLLM_USE_DIRECT_DCP_A2A=0"
     return None if "None" in declared else "this release can't do without it; set VLLM_USE_DIRECT_DCP_A2A=0"
 
 
