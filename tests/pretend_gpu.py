@@ -46,6 +46,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch, folder: Path) -> list[str]:
     monkeypatch.setattr(verify, "captured", Replay)
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: stream)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(topology, "current_stream", lambda device: 0)
     monkeypatch.setattr(topology, "current_device_index", lambda: None)
     monkeypatch.setattr(GpuEngine, "finish", lambda engine: None)

@@ -1,4 +1,4 @@
-"""What tests/gpu asks of a GPU's errors, asked of the fused kernel's own source on CPU."""
+"""What tests/gpu asks of a GPU's errors and of adapters, asked of the fused kernel's own source on CPU."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ RUN = "import sys, pytest; sys.path.append(sys.argv.pop(1)); sys.exit(pytest.mai
 
 @pytest.mark.skipif(COMPILER is None, reason="no g++ to compile the kernels for the CPU with")
 @pytest.mark.timeout(200)
-def test_errors_of_a_gpu_are_told_as_they_should_be(nursery: Nursery) -> None:
+@pytest.mark.parametrize("about", ["errors", "adapters"])
+def test_what_is_asked_of_a_gpu_holds_for_the_kernels_source(nursery: Nursery, about: str) -> None:
     ran = nursery.python(
         "-c", RUN, str(ROOT), "-q", "-p", "tests.pretend_gpu", "-p", "no:cacheprovider", "-k", "2",
-        str(ROOT / "tests/gpu/test_errors_gpu.py"),
+        str(ROOT / f"tests/gpu/test_{about}_gpu.py"),
         environment={**os.environ, "DCPCOMM_TEST_RIG": "cpu"},
         folder=Path(sys.prefix),
     ).wait(180)  # fmt: skip

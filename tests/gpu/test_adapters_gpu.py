@@ -13,6 +13,7 @@ from dcpcomm.adapters.mergers import MERGERS
 from tests.engines import adapted
 from tests.gpu.rig import (
     DEVICE,
+    ON_GPU,
     ONE_GPU,
     blank_empty_rows,
     by_call,
@@ -44,7 +45,7 @@ def captured_and_eager(group: Any, cases: list[Any], lens: torch.Tensor, starts:
     data = mine(cases, group.rank)
     device = data[0][0].device
     seq_lens, begin = on_device(lens[group.rank]), on_device(starts)
-    with adapted(group) as coordinator:
+    with adapted(group, require_graph=ON_GPU) as coordinator:
         merger = adapters.warm_up(coordinator, **kind(cases[0], device))
         assert merger is not None
         partial, lse = poisoned(cases[0].outs.shape[1:], cases[0].outs.dtype), on_device(data[0][1])
@@ -86,7 +87,7 @@ def test_what_an_engine_captures_replays_with_fresh_data(n: int, rng: torch.Gene
 
 def heads_first(group: Any, cases: list[Any]) -> Any:
     data = mine(cases, group.rank)
-    with adapted(group) as coordinator:
+    with adapted(group, require_graph=ON_GPU) as coordinator:
         merger = adapters.warm_up(coordinator, **kind(cases[0], data[0][0].device))
         assert merger is not None
         together()
@@ -109,7 +110,7 @@ def test_results_with_heads_first_are_right(n: int, rng: torch.Generator) -> Non
 
 def too_early(group: Any, case: Any) -> Any:
     (one,) = mine([case], group.rank)
-    with adapted(group) as coordinator:
+    with adapted(group, require_graph=ON_GPU) as coordinator:
         before = len(MERGERS)
         together()
         raised = outcome(capture, lambda: vllm.dcp_a2a_lse_reduce(*one, coordinator))
