@@ -32,12 +32,14 @@ def layout_of(
     partial_out: torch.Tensor,
     partial_lse: torch.Tensor,
     valid_counts: torch.Tensor | None,
+    seq_lens: Any,
+    query_start_loc: Any,
     out: torch.Tensor | None,
     return_lse: bool,
     channel: int,
 ) -> Any:
     """A key that differs where a check could end otherwise, but for what `Again.merge` looks at itself. Whatever is no
-    tensor raises.
+    tensor raises, and so does one of `seq_lens` and `query_start_loc` without the other.
     """
     # Written out: a helper for each tensor costs as much as the lookup.
     return (
@@ -47,6 +49,10 @@ def layout_of(
         None if out is None else (out.shape, out.stride(), out.dtype, out.device),
         None if valid_counts is None else (
             valid_counts.shape, valid_counts.stride(), valid_counts.dtype, valid_counts.device
+        ),
+        None if seq_lens is None and query_start_loc is None else (
+            seq_lens.shape, seq_lens.stride(), seq_lens.dtype, seq_lens.device,
+            query_start_loc.shape, query_start_loc.stride(), query_start_loc.dtype, query_start_loc.device,
         ),
     )  # fmt: skip
 
@@ -75,8 +81,10 @@ class Again:
         self._tokens, self._width = len(partials.out), int(partials.out.shape[2])
         self._result, self._dtype, self._device = merged.shape, merged.dtype, merged.device
         self._rows_reach, self._lse_reach, self._out_reach = reach(partials.out), reach(partials.lse), reach(merged)
-        counts = partials.counts
-        self._counts_reach = 0 if counts is None or counts.valid_counts is None else reach(counts.valid_counts)
+        valid, lens, starts = partials.counts or (None, None, None)
+        first = valid if valid is not None else lens
+        self._counts_reach = 0 if first is None else reach(first)
+        self._starts_reach = 0 if starts is None else reach(starts)
         self._bound: dict[Any, tuple[Launch, FusedParams]] = {}
 
     def merge(
@@ -84,6 +92,8 @@ class Again:
         partial_out: torch.Tensor,
         partial_lse: torch.Tensor,
         valid_counts: torch.Tensor | None,
+        seq_lens: torch.Tensor | None,
+        query_start_loc: torch.Tensor | None,
         out: torch.Tensor | None,
         tag: Any,
         own: tuple[int, int],
@@ -95,7 +105,15 @@ class Again:
             own: where the library's own memory begins and ends.
         """
         rows, lse = partial_out.data_ptr(), partial_lse.data_ptr()
-        counts = 0 if valid_counts is None else valid_counts.data_ptr()
+        counts = starts = 0
+        if valid_counts is not None:
+            counts = valid_counts.data_ptr()
+            if not counts:
+                return None
+        elif query_start_loc is not None and seq_lens is not None:
+            counts, starts = seq_lens.data_ptr(), query_start_loc.data_ptr()
+            if not (counts and starts):
+                return None
         if out is None:
             out = torch.empty(self._result, dtype=self._dtype, device=self._device)
             to = out.data_ptr()
@@ -106,6 +124,7 @@ class Again:
                 (rows < end and to < rows + self._rows_reach)
                 or (lse < end and to < lse + self._lse_reach)
                 or (counts < end and to < counts + self._counts_reach)
+                or (starts < end and to < starts + self._starts_reach)
                 or (own[0] < end and to < own[1])
                 or out.is_neg()
                 or (not torch.is_inference_mode_enabled() and out.is_inference())
@@ -122,12 +141,14 @@ class Again:
         if type(tag) is not int or not -_TAGS_END <= tag < _TAGS_END:
             return None
         if self._call is not None:
-            return self._in_one_launch(partial_out, partial_lse, valid_counts, out, tag, rows, lse, counts, to)
+            given = valid_counts, seq_lens, query_start_loc
+            return self._in_one_launch(partial_out, partial_lse, given, out, tag, rows, lse, counts, starts, to)
         ordinal = self._channel.enter_quietly()
         if ordinal is None:
             return None
         try:
-            partials = Partials(partial_out, partial_lse, _counts(valid_counts))
+            of_rows = RowCounts(valid_counts, seq_lens, query_start_loc) if counts else None
+            partials = Partials(partial_out, partial_lse, of_rows)
             header = Header(ordinal, tag, self._tokens, 0, self._width)
             merged, merged_lse = self._channel.merge(partials, 0, self._result[0], header, out, self._want_lse)
         finally:
@@ -138,18 +159,19 @@ class Again:
         self,
         partial_out: torch.Tensor,
         partial_lse: torch.Tensor,
-        valid_counts: torch.Tensor | None,
+        given: tuple[torch.Tensor | None, ...],
         out: torch.Tensor,
         tag: int,
         rows: int,
         lse: int,
         counts: int,
+        starts: int,
         to: int,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None:
         key = rows & 15, lse & 3, to & 15
         found = self._bound.get(key)
         if found is None:
-            found = self._bind(key, partial_out, partial_lse, valid_counts, out)
+            found = self._bind(key, partial_out, partial_lse, RowCounts(*given) if counts else None, out)
         launch, params = found
         lse_out = torch.empty(self._result[:2], dtype=torch.float32, device=self._device) if self._want_lse else None
         channel = self._channel
@@ -162,6 +184,7 @@ class Again:
                 params.out_lse = lse_out.data_ptr()
             if counts:
                 params.counts.counts = counts
+                params.counts.starts = starts
             assert self._call is not None
             params.deadline = self._call.deadline()
             # Half the time of Header(...).
@@ -176,11 +199,10 @@ class Again:
         key: Any,
         partial_out: torch.Tensor,
         partial_lse: torch.Tensor,
-        valid_counts: torch.Tensor | None,
+        counts: RowCounts | None,
         out: torch.Tensor,
     ) -> tuple[Launch, FusedParams]:
         assert self._call is not None
-        counts = _counts(valid_counts)
         found = self._call.bind(Partials(partial_out, partial_lse, counts), 0, out)
         found[1].counts = counts_of(counts, 0, self._call.token_n)
         if len(self._bound) >= _BOUND_KEPT:
@@ -203,7 +225,3 @@ class Known(dict[Any, Again]):
             if len(self) >= _LAYOUTS_KEPT:
                 self.clear()
             self[like] = again
-
-
-def _counts(valid_counts: torch.Tensor | None) -> RowCounts | None:
-    return None if valid_counts is None else RowCounts(valid_counts, None, None)

@@ -133,14 +133,18 @@ class DCPMerger:
             TransportTimeout: a peer did not arrive within `watchdog.timeout_s`.
         """
         like = again = None
-        if seq_lens is None and query_start_loc is None and type(channel) is int:
+        if type(channel) is int:
             try:
-                like = layout_of(partial_out, partial_lse, valid_counts, out, return_lse, channel)
+                like = layout_of(
+                    partial_out, partial_lse, valid_counts, seq_lens, query_start_loc, out, return_lse, channel
+                )
                 again = self._known.get(like)
             except Exception:  # something is no tensor: told below
                 like = None
             if again is not None:
-                merged = again.merge(partial_out, partial_lse, valid_counts, out, tag, self._arguments.own)
+                merged = again.merge(
+                    partial_out, partial_lse, valid_counts, seq_lens, query_start_loc, out, tag, self._arguments.own
+                )
                 if merged is not None:
                     return merged
         return self._call(

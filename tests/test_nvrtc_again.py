@@ -78,15 +78,22 @@ def strided(x: torch.Tensor, how: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("scatter", ["heads", "tokens", "none"])
-@pytest.mark.parametrize("counted", [False, True])
+@pytest.mark.parametrize("counted", [None, "by row", "by request"])
 def test_the_short_way_gives_what_is_right(
-    scatter: Any, counted: bool, rng: torch.Generator, short_ways: Taken
+    scatter: Any, counted: str | None, rng: torch.Generator, short_ways: Taken
 ) -> None:
     ways = [*itertools.product(range(3), range(3), (False, True), (False, True))]
     cases = [make_case(rng, N, b=4, d=D) for _ in range(3 * len(ways))]
     if counted:
         for case in cases:
             case.counts = torch.randint(0, 3, (N, 4), generator=rng)
+    # Rows of each request, in turn: of its length by rank, with rows of padding at the end or without.
+    starts = [torch.tensor(one) for one in ([0, 1, 2, 3, 4], [0, 0, 2, 3, 4], [0, 1, 1, 2, 3])]
+    lens = torch.randint(0, 3, (len(cases), N, 4), generator=rng)
+    if counted == "by request":
+        for i, case in enumerate(cases):
+            by_row = torch.repeat_interleave(lens[i], starts[i % 3].diff(), dim=1)
+            case.counts = torch.nn.functional.pad(by_row, (0, 4 - by_row.shape[1]))
 
     def calls(merger: dcpcomm.DCPMerger, rank: int) -> Any:
         results = []
@@ -96,9 +103,14 @@ def test_the_short_way_gives_what_is_right(
             if into:
                 rows, heads = merger.shape.result_rows(4, N)
                 out = strided(torch.full((rows, heads, D), 7.0, dtype=case.outs.dtype), how_out)
-            counts = case.counts[rank].to(torch.int32) if case.counts is not None else None
+            counts: dict[str, torch.Tensor] = {}
+            if counted == "by row":
+                assert case.counts is not None
+                counts = {"valid_counts": case.counts[rank].to(torch.int32)}
+            elif counted == "by request":
+                counts = {"seq_lens": lens[i, rank].to(torch.int32), "query_start_loc": starts[i % 3].clone()}
             given = strided(case.outs[rank], how), case.lses[rank].clone()
-            got = merger.merge(*given, valid_counts=counts, out=out, tag=i, return_lse=want_lse)
+            got = merger.merge(*given, out=out, tag=i, return_lse=want_lse, **counts)  # type: ignore[call-overload]
             assert out is None or (got[0] if want_lse else got) is out
             results.append(got)
         return results
@@ -121,6 +133,13 @@ def overlapping(merger: dcpcomm.DCPMerger, rank: int) -> Any:
     return merger.merge(both[:3], good(rank, 9)[1], out=both[1:].view(-1)[: 3 * 4 * D].view(3, 4, D))
 
 
+def over_starts(merger: dcpcomm.DCPMerger, rank: int) -> Any:
+    room = torch.zeros(3 * 4 * D + 16, dtype=torch.bfloat16)
+    starts = room.view(torch.int64)[1:4].copy_(torch.tensor([0, 1, 3]))
+    out = room[: 3 * 4 * D].view(3, 4, D)
+    return merger.merge(*good(rank, 9), seq_lens=torch.ones(2, dtype=torch.int32), query_start_loc=starts, out=out)
+
+
 def own_memory(merger: dcpcomm.DCPMerger) -> torch.Tensor:
     own = merger._session.workspace
     assert own is not None
@@ -135,6 +154,23 @@ WRONG: dict[str, Callable[[dcpcomm.DCPMerger, int], Any]] = {
     "grad": lambda m, r: m.merge(good(r, 9)[0].requires_grad_(), good(r, 9)[1]),
     "no memory": lambda m, r: m.merge(torch._efficientzerotensor((3, 4 * N, D), dtype=torch.bfloat16), good(r, 9)[1]),
     "own memory": lambda m, r: m.merge(*good(r, 9), out=own_memory(m)),
+    "counts' memory": lambda m, r: m.merge(
+        *good(r, 9), valid_counts=torch._efficientzerotensor((3,), dtype=torch.int32)
+    ),
+    "lengths' memory": lambda m, r: m.merge(
+        *good(r, 9),
+        seq_lens=torch._efficientzerotensor((2,), dtype=torch.int32),
+        query_start_loc=torch.tensor([0, 1, 3]),
+    ),
+    "starts alone": lambda m, r: m.merge(*good(r, 9), query_start_loc=torch.tensor([0, 1, 3])),
+    "lengths alone": lambda m, r: m.merge(*good(r, 9), seq_lens=torch.ones(2, dtype=torch.int32)),
+    "both forms": lambda m, r: m.merge(
+        *good(r, 9),
+        valid_counts=torch.ones(3, dtype=torch.int32),
+        seq_lens=torch.ones(2, dtype=torch.int32),
+        query_start_loc=torch.tensor([0, 1, 3]),
+    ),
+    "out overlaps starts": lambda m, r: over_starts(m, r),
     "counts' length": lambda m, r: m.merge(*good(r, 9), valid_counts=torch.ones(2, dtype=torch.int32)),
 }
 
@@ -158,6 +194,9 @@ def test_what_is_wrong_is_told_also_when_its_layout_is_known(what: str, short_wa
             merger.merge(*good(rank, call))
             merger.merge(*good(rank, call), out=room)
             merger.merge(*good(rank, call), valid_counts=torch.ones(3, dtype=torch.int32))
+            lengths = {"seq_lens": torch.ones(2, dtype=torch.int32), "query_start_loc": torch.tensor([0, 1, 3])}
+            merger.merge(*good(rank, call), **lengths)  # type: ignore[call-overload]
+            merger.merge(*good(rank, call), out=room, **lengths)  # type: ignore[call-overload]
         if rank == 1:
             with pytest.raises(ShapeError, match="rank 1"):
                 WRONG[what](merger, rank)
