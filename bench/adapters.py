@@ -3,7 +3,8 @@
     python -m dcpcomm.bench.adapters
 
 A merger that does nothing stands behind both, so that what is left is the adapter's own: finding the merger, the
-micro-batch, and handing the arguments on. Medians of single calls, taken in turn; the difference is the cost.
+micro-batch, and handing the arguments on. Medians of single calls, taken in turn; the difference is the cost. Where an
+adapter makes the result itself, the merge is given one that is made as the merger would have.
 """
 
 from __future__ import annotations
@@ -63,6 +64,10 @@ def cost_us(calls: int = 20_000) -> dict[str, float]:
         "sglang.dcp_a2a_lse_reduce": (
             lambda: sglang.dcp_a2a_lse_reduce(out, lse, group, is_lse_base_on_e=True),
             lambda: nothing.merge(out, lse),
+        ),
+        "sglang.cp_lse_ag_out_rs_mla": (
+            lambda: sglang.cp_lse_ag_out_rs_mla(out, lse, group, is_lse_base_on_e=True),
+            lambda: nothing.merge(out, lse, out=torch.empty((_B, _H // 2, _D), dtype=out.dtype, device=out.device)),
         ),
     }
     try:

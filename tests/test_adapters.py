@@ -15,7 +15,7 @@ from dcpcomm.adapters import mergers, vllm
 from dcpcomm.adapters.mergers import MERGERS
 from tests.engines import Coordinator, adapted, micro_batch, micro_batches
 from tests.oracle import NAN, Case, judge, judge_lse, judge_out, make_case, merged, shares, weight_bound
-from tests.world import Raised, World, in_threads, meet, outcome, rank_of, size_of
+from tests.world import Raised, World, config_for, in_threads, meet, outcome, rank_of, size_of
 
 FORMS = {
     "dcp_a2a_lse_reduce": "heads",
@@ -163,6 +163,24 @@ def test_axes_of_one_that_kernels_return_are_dropped(some: World, rng: torch.Gen
         assert results[4].names("[1, 7, 6, 32]", "[B, H, D]")
 
 
+def an_lse_of_other_axes(group: Any, case: Case) -> Any:
+    rank = rank_of(group)
+    with adapted(group) as coordinator:
+        good = case.outs[rank], case.lses[rank], coordinator
+        vllm.cp_lse_ag_out_rs(*good)
+        bad = case.outs[rank], case.lses[rank].unsqueeze(0) if rank == 1 else case.lses[rank], coordinator
+        return outcome(vllm.cp_lse_ag_out_rs, *bad), vllm.cp_lse_ag_out_rs(*good)
+
+
+def test_the_peers_are_told_of_a_wrong_lse_on_one_rank(some: World, rng: torch.Generator) -> None:
+    case = make_case(rng, some.n, b=7)
+    by_rank = some.run(an_lse_of_other_axes, case)
+    for rank, (raised, _) in enumerate(by_rank):
+        assert raised.kinds[0] == ("ShapeError" if rank == 1 else "CallMismatch")
+        assert raised.names("rank 1", "partial_lse")
+    judge([result for _, result in by_rank], case)
+
+
 # ---------------------------------------------------------------- micro-batches
 
 
@@ -298,6 +316,24 @@ def test_check_all_raises_what_a_merger_has_to_say(pool: Any, rng: torch.Generat
         assert raised.kinds[0] == "CallMismatch"
         assert isinstance(checked, Raised)
         assert checked.kinds[0] == "CallMismatch"
+
+
+def one_with_another_dtype(group: Any, case: Case) -> Any:
+    rank = rank_of(group)
+    with adapted(group, config=config_for(group, watchdog={"timeout_s": 2})) as coordinator:
+        out, lse = case.outs[rank], case.lses[rank]
+        vllm.dcp_a2a_lse_reduce(out, lse, coordinator)
+        raised = outcome(vllm.dcp_a2a_lse_reduce, out.float() if rank == 1 else out, lse, coordinator)
+        return raised, [merger.shape.dtype for merger in adapters.live_mergers()]
+
+
+def test_a_rank_that_alone_goes_to_build_is_named_and_names_who_did_not_come(pool: Any, rng: torch.Generator) -> None:
+    first, second = World("gloo_a2a", 2, pool).run(one_with_another_dtype, make_case(rng, 2), fresh=True)
+    for (raised, built), other in ((first, 1), (second, 0)):
+        assert raised.kinds[0] == "TransportTimeout"
+        assert raised.names(f"rank {other}")
+        assert raised.ranks == (other,)
+        assert built == [torch.bfloat16]
 
 
 def test_a_group_of_one_rank_gets_its_partials_back() -> None:

@@ -79,15 +79,16 @@ class Mergers:
         out: torch.Tensor | None,
     ) -> Any:
         """As `DCPMerger.merge`. A group of one rank gets its partials back as they came."""
-        try:
-            _, heads, width = partial_out.shape
-        except ValueError:
-            partial_out = _without_ones(partial_out, 3, "[B, H, D]")
-            _, heads, width = partial_out.shape
+        shape = partial_out.shape
+        if len(shape) != 3:
+            partial_out = _without_ones(partial_out, 3)
+            shape = partial_out.shape
+            if len(shape) != 3:
+                raise ShapeError(f"cp_attn_out has shape {list(shape)}; expected [B, H, D], perhaps with an axis of 1")
         if partial_lse.dim() != 2:
-            partial_lse = _without_ones(partial_lse, 2, "[B, H]")
+            partial_lse = _without_ones(partial_lse, 2)
         # A plain tuple: it is equal to its `Key`, and made in a fraction of the time.
-        key = (id(group), heads, width, partial_out.dtype, partial_out.device, base_e, scatter, None)
+        key = (id(group), shape[1], shape[2], partial_out.dtype, partial_out.device, base_e, scatter, None)
         entry = self._entries.get(key) or self.entry(group, Key(*key))
         merger = entry.merger
         if merger is None:
@@ -188,15 +189,16 @@ def size_of(group: Any) -> int:
     return size
 
 
-def _without_ones(tensor: torch.Tensor, dims: int, expected: str) -> torch.Tensor:
-    """Engines' kernels also return [B, 1, H, D] and [B, H, 1]."""
-    shape = tensor.shape
+def _without_ones(tensor: torch.Tensor, dims: int) -> torch.Tensor:
+    """Engines' kernels also return [B, 1, H, D], [B, 1, H] and [B, H, 1]. Another shape stays: the merger tells of it,
+    to the peers too.
+    """
     if tensor.dim() == dims + 1:
-        if dims == 2 and shape[-1] == 1:
+        if dims == 2 and tensor.shape[-1] == 1:
             return tensor.squeeze(-1)
-        if shape[1] == 1:
+        if tensor.shape[1] == 1:
             return tensor.squeeze(1)
-    raise ShapeError(f"partials of shape {list(shape)}; expected {expected}, perhaps with one axis of 1 more")
+    return tensor
 
 
 def _words(shape: MergeShape) -> str:
