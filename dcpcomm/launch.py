@@ -29,7 +29,7 @@ import torch.distributed as dist
 from dcpcomm.errors import CallMismatch, DCPCommError, SelectionMismatch, TransportTimeout
 from dcpcomm.starter import CAN_FORK, die_with, exists, forked, interrupts_ignored, leave, no_main_reimport
 
-__all__ = ["LocalRanks", "RankFailed", "emit", "failure_of", "run_on_ranks", "under_torchrun"]
+__all__ = ["LocalRanks", "RankFailed", "emit", "failure_of", "own_device", "run_on_ranks", "under_torchrun"]
 
 _END_S = 5.0  # for a starter to end its ranks, before it is ended itself
 
@@ -230,6 +230,17 @@ def run_on_ranks(
         _event_sink = None
     dist.destroy_process_group()
     return gathered if rank == 0 else None
+
+
+def own_device(asked: str | None) -> str | None:
+    """On one rank of a command: the device to merge on, where `asked` names none or "cuda". A GPU of its own, as far as
+    there are, and the current one from then on; else what was asked for.
+    """
+    if asked not in (None, "cuda") or not torch.cuda.is_available():
+        return asked
+    index = int(os.environ.get("LOCAL_RANK", dist.get_rank())) % torch.cuda.device_count()
+    torch.cuda.set_device(index)
+    return f"cuda:{index}"
 
 
 def _start_ranks(pipes: dict[int, Connection], size: int, port: int, parent: int) -> None:

@@ -110,10 +110,11 @@ def prove(
 ) -> list[dict[str, Any]]:
     """On one rank: a row for each transport."""
     from dcpcomm.errors import TransportUnavailable, VerificationFailed
-    from dcpcomm.launch import emit
+    from dcpcomm.launch import emit, own_device
     from dcpcomm.merger import DCPMerger
 
     rows = []
+    device = own_device(device)
     for name in names:
         emit(f"verifying {name}")
         started = time.monotonic()
