@@ -321,7 +321,7 @@ def _print_plan(steps: list[Step], gpus: int, wanted_s: float, budget_s: float) 
         left_s -= limit_s or 0.0
         limit = "no time" if limit_s is None else f"{limit_s:.0f} s"
         print(f"\n{step.name}  [{limit}]" + (f"  {step.note}" if step.note else ""))
-        print(f"    {shlex.join(('python', *step.command[1:]))}")
+        print(f"    {step.words}")
 
 
 def _ended(number: int, frame: Any) -> NoReturn:

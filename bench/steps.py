@@ -9,8 +9,10 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
+import shlex
 import signal
 import subprocess
+import sys
 import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -50,6 +52,12 @@ class Step:
     wants_s: float
     note: str = ""
 
+    @property
+    def words(self) -> str:
+        """The command as one would type it."""
+        first = "python" if self.command[0] == sys.executable else self.command[0]
+        return shlex.join((first, *self.command[1:]))
+
 
 @dataclass(frozen=True)
 class Done:
@@ -70,8 +78,11 @@ class Done:
     files: list[str] = field(default_factory=list)
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return asdict(self)
+        """For JSON. Without the path of this machine's Python, as results are shown to others."""
+        step = asdict(self.step)
+        step["command"] = self.step.words
+        own = {"state": self.state, "detail": self.detail, "status": self.status, "files": self.files}
+        return {**step, **own, "seconds": round(self.seconds, 1), "limit_s": round(self.limit_s, 1)}
 
 
 def limit_for(wants_s: float, wanted_after_s: float, left_s: float) -> float | None:
@@ -114,13 +125,13 @@ def run_step(step: Step, folder: Path, limit_s: float) -> Done:
         except subprocess.TimeoutExpired:
             pass
         finally:  # also where this process is interrupted; and what a step that has ended left behind
-            left = _end(process, mark)
+            left, stuck = _end(process, mark)
     seconds = time.monotonic() - began
     files = _files(step, folder)
     if status is None:
-        detail = f"ended at its limit of {limit_s:.0f} s, with {left} processes"
+        detail = f"ended at its limit of {limit_s:.0f} s, with {_counted(left)}" + stuck
         return Done(step, "out of time", detail, None, seconds, limit_s, files)
-    behind = f"; {left} processes that it left behind were ended" if left else ""
+    behind = f"; it left {_counted(left)} behind, now ended" + stuck if left else ""
     if status:
         why = f"signal {-status}" if status < 0 else f"exit status {status}"
         return Done(step, "failed", why + behind, status, seconds, limit_s, files)
@@ -132,8 +143,12 @@ def _files(step: Step, folder: Path) -> list[str]:
     return sorted(path.name for path in folder.glob(f"{step.name}.*") if path.stat().st_size)
 
 
-def _end(process: subprocess.Popen[bytes], mark: str) -> int:
-    """End all processes of a step; how many there were."""
+def _counted(processes: int) -> str:
+    return "1 process" if processes == 1 else f"{processes} processes"
+
+
+def _end(process: subprocess.Popen[bytes], mark: str) -> tuple[int, str]:
+    """End all processes of a step; how many there were, and words about those that would not end."""
     seen: set[int] = set()
     if process.poll() is None:
         seen |= {process.pid, *_marked(mark)}
@@ -142,15 +157,17 @@ def _end(process: subprocess.Popen[bytes], mark: str) -> int:
             process.wait(_GRACE_S)
         if process.poll() is None:  # else its number, and its group's, may be another's by now
             os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+            with contextlib.suppress(subprocess.TimeoutExpired):  # one that waits in the driver isn't ended by a signal
+                process.wait(_GRACE_S)
     deadline = time.monotonic() + _GRACE_S
-    while time.monotonic() < deadline and (rest := _marked(mark)):  # one may start another while it is being ended
+    while (rest := _marked(mark)) and time.monotonic() < deadline:  # one may start another while it is being ended
         seen |= rest
         for pid in rest:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.02)
-    return len(seen)
+    stuck = f"; {_counted(len(rest))} would not end, and may still hold a GPU" if rest else ""
+    return len(seen), stuck
 
 
 def _marked(mark: str) -> set[int]:

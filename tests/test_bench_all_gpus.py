@@ -140,7 +140,9 @@ def run(made: list[Step], folder: Path, budget_s: float = 100.0) -> tuple[list[D
 def summary(folder: Path) -> dict[str, str]:
     read = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
     assert read["gpus"] == 2
-    return {one["step"]["name"]: one["state"] for one in read["steps"]}
+    assert sys.executable not in json.dumps(read), "a path of this machine's"
+    assert all(one["command"].startswith("python -c ") for one in read["steps"])
+    return {one["name"]: one["state"] for one in read["steps"]}
 
 
 def test_whatever_becomes_of_a_step_the_others_are_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

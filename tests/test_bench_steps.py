@@ -78,8 +78,19 @@ def test_what_a_step_leaves_behind_is_ended_too(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setenv("_TEST_STEPS", str(os.getpid()))
     done = run_step(step(HANGS.replace("THEN", "os._exit(0)")), tmp_path, 60.0)
     assert (done.state, done.status) == ("passed", 0)
-    assert done.detail == "3 processes that it left behind were ended"
+    assert done.detail == "it left 3 processes behind, now ended"
     assert not all_marked()
+
+
+def test_one_that_would_not_end_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one does that waits in a driver: here it is only said to live."""
+    monkeypatch.setattr(steps, "_GRACE_S", 0.1)
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    monkeypatch.setattr(steps, "_marked", lambda mark: {gone.pid})
+    monkeypatch.setattr(os, "kill", lambda pid, number: None)
+    done = run_step(step(""), tmp_path, 60.0)
+    assert done.detail == "it left 1 process behind, now ended; 1 process would not end, and may still hold a GPU"
 
 
 def test_another_process_of_the_same_program_is_left_alone(tmp_path: Path) -> None:

@@ -156,7 +156,7 @@ def _fake(merger: int, partial: Tensor, partial_lse: Tensor, projected: bool) ->
     """Result and LSE as a merge returns them, without contents; B may be symbolic."""
     found = _merger(merger)
     # A compiled graph calls the operator where grad mode is off, so the merge itself could no longer refuse.
-    for name, tensor in (("partial", partial), ("partial_lse", partial_lse)):
+    for name, tensor in (("partial_latent" if projected else "partial_out", partial), ("partial_lse", partial_lse)):
         if tensor.requires_grad and torch.is_grad_enabled():
             raise ShapeError(
                 f"{name} requires grad; a merge is an inference operation: detach it, or compile under torch.no_grad() "
@@ -201,7 +201,7 @@ _OPERATORS: dict[str, tuple[str, Callable[..., Any], Callable[..., Any]]] = {
 
 def _register() -> None:
     for name, (schema, runs, traced) in _OPERATORS.items():
-        torch.library.define(f"dcpcomm::{name}", schema)
+        torch.library.define(f"dcpcomm::{name}", schema, tags=torch.Tag.pt2_compliant_tag)
         torch.library.impl(f"dcpcomm::{name}", "CompositeExplicitAutograd", runs)
         torch.library.register_fake(f"dcpcomm::{name}", traced)
         # A merge whose result nobody uses is still one that peers wait for: no compiler may drop it.
