@@ -49,15 +49,14 @@ class _Handles:
         self._lock = threading.Lock()
         self._live: weakref.WeakValueDictionary[int, DCPMerger | GatheredWUV] = weakref.WeakValueDictionary()
         self._given: weakref.WeakKeyDictionary[DCPMerger | GatheredWUV, int] = weakref.WeakKeyDictionary()
-        self._counts = {DCPMerger: 0, GatheredWUV: 0}
+        self._count = 0
 
     def of(self, what: DCPMerger | GatheredWUV) -> int:
         with self._lock:
             found = self._given.get(what)
             if found is None:
-                kind = DCPMerger if isinstance(what, DCPMerger) else GatheredWUV
-                self._counts[kind] += 1
-                found = self._given[what] = self._counts[kind] << _DIGEST_BITS | _digest(what)
+                self._count += 1
+                found = self._given[what] = self._count << _DIGEST_BITS | _digest(what)
                 self._live[found] = what
             return found
 
