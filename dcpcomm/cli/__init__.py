@@ -32,6 +32,10 @@ COMMANDS = {
     "verify": ("dcpcomm.cli.verify:verify", "Prove one or all transports on this machine."),
     "tune": ("dcpcomm.cli.tune:tune", "Measure this machine, and write its cost table."),
     "conformance": ("dcpcomm.cli.conformance:conformance", "Run the conformance suite on a transport."),
+    "workspace": (
+        "dcpcomm.cli.workspace:workspace",
+        "Bytes for the TRT-LLM sparse-MLA workspace at a DCP decode shape.",
+    ),
     "doctor": ("dcpcomm.cli.doctor:doctor", "One report to paste into a bug."),
     "config": ("dcpcomm.cli.config:app", "Check a configuration file, or print the schema."),
 }
