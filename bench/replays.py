@@ -24,8 +24,8 @@ from typing import Annotated, Any
 import torch
 import typer
 
+from dcpcomm.bench.console import numbers, of_rank_0, progress
 from dcpcomm.bench.machine import commit, machine, versions
-from dcpcomm.bench.merge import numbers, of_rank_0, progress
 from dcpcomm.bench.ours import named
 from dcpcomm.bench.ranks import Meeting, ProcessRanks, Ranks, ThreadRanks
 from dcpcomm.combine.engine import by_destination, engine_for

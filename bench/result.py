@@ -7,7 +7,6 @@ Results of earlier versions are read too: those of `python -m dcpcomm.bench.merg
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -74,15 +73,14 @@ class Result:
     @property
     def title(self) -> str:
         """What it was measured on, and the limit."""
-        gpus = Counter(name for name in self.machine.get("gpus") or () if name)
-        on = f"CPU ({self.machine.get('cpu')}, {self.machine.get('host_cores')} cores)"
+        gpus = " + ".join(sorted({name for name in self.machine.get("gpus") or () if name}))
+        link = f", link {self.machine['link']}" if self.machine.get("link") else ""
         parts = []
         for group in self.groups:
+            on = f"CPU ({self.machine.get('cpu')}, {self.machine.get('host_cores')} cores)"
             if gpus:
-                on = " + ".join(sorted(gpus))
-                link = f", link {self.machine['link']}" if self.machine.get("link") else ""
-                on = f"one {on}: virtual ranks" if group.are != "processes" else f"a {on} each{link}"
-            parts.append(f"{group.count} ranks on {on}; limit: {group.limit}")
+                on = f"a GPU each ({gpus}{link})" if group.are == "processes" else f"streams of one GPU ({gpus})"
+            parts.append(f"{group.count} ranks, {on}; limit: {group.limit}")
         return "\n".join(parts)
 
     def not_measured(self) -> list[str]:
