@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import textwrap
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,16 +19,27 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["Series", "Winner", "check_plot", "draw_times", "draw_winners", "figure", "save", "series_of", "winners_of"]
+__all__ = [
+    "Series",
+    "Winner",
+    "check_plot",
+    "draw_times",
+    "draw_winners",
+    "figure",
+    "limits_of",
+    "save",
+    "series_of",
+    "winners_of",
+]
 
 _SUFFIXES = (".png", ".svg", ".pdf")
 _MARKERS = "osD^vP*X"
+_COLUMNS = 2
 _DASHES = ("-", (0, (5, 1)), (0, (3, 1, 1, 1)), (0, (1, 1)))
-_PER_ROW = 2
 #: What tells cells apart, rows apart: how each is written in a legend.
 _WORDS = {
-    "ranks": "N={}", "heads": "H={}", "dim": "D={}", "dtype": "{}", "projection": "projection {}", "empty": "{:.0%} empty",
-    "skew_us": "skew {:g} us",
+    "ranks": "N={}", "heads": "H={}", "dim": "D={}", "dtype": "{}", "projection": "projection {}",
+    "empty": "{:.0%} empty", "skew_us": "skew {:g} us",
 }  # fmt: skip
 
 
@@ -68,20 +80,37 @@ def save(result: Result, path: Path) -> None:
 
 
 def figure(result: Result) -> Figure:
-    """Time against bytes, and for each group of cells that differ in rows and dim alone a map of who won."""
+    """For each group of cells that differ in rows, dim and dtype alone: time against bytes, and for each dtype a map of
+    who won.
+    """
     from matplotlib.figure import Figure
 
-    maps = [(name, rows) for name, rows in _facets(result.rows) if len(_merges(rows)) > 1]
-    lines = -(-len(maps) // _PER_ROW)
-    made = Figure(figsize=(9.5, 6.0 + 3.4 * lines), layout="constrained")
-    grid = made.add_gridspec(1 + lines, _PER_ROW, height_ratios=[6.0, *[3.4] * lines])
-    draw_times(made.add_subplot(grid[0, :]), result)
-    colours = _colours(result.rows)
-    for index, (name, rows) in enumerate(maps):
-        alone = len(maps) == 1
-        place = grid[1 + index // _PER_ROW, slice(None) if alone else index % _PER_ROW]
-        draw_winners(made.add_subplot(place), rows, colours, f"fastest merge{': ' * bool(name)}{name}")
+    colours, parts = _colours(result.rows), _facets(result.rows, ("dim", "dtype"))
+    columns = min(_COLUMNS, len(parts)) or 1
+    lines = [parts[at : at + columns] for at in range(0, len(parts), columns)]
+    heights = [max(sum(_heights(rows)) for _, rows in line) for line in lines]
+    width = 6.6 + 0.07 * max((len(one.label) for _, rows in parts for one in series_of(rows)), default=0)
+    made = Figure(figsize=(columns * width, sum(heights) + 0.4 if heights else 2.0), layout="constrained")
+    made.suptitle(
+        "\n".join(textwrap.wrap(result.title, int(columns * width * 9.5), replace_whitespace=False)), fontsize=10
+    )
+    if not parts:
+        return made
+    places = made.subfigures(len(lines), columns, height_ratios=heights, squeeze=False)
+    for place, (name, rows) in zip(places.flat, parts, strict=False):
+        tall = _heights(rows)
+        grid = place.add_gridspec(len(tall), 1, height_ratios=tall)
+        draw_times(place.add_subplot(grid[0]), rows, colours, name)
+        for index, (dtype, some) in enumerate(_maps(rows), 1):
+            words = ", ".join(filter(None, (name, dtype)))
+            draw_winners(place.add_subplot(grid[index]), some, colours, f"fastest merge{': ' * bool(words)}{words}")
     return made
+
+
+def _heights(rows: Sequence[Row]) -> list[float]:
+    """Inches of a part's pictures: each grows with its legend."""
+    entries = len(series_of(rows)) + len(limits_of(rows))
+    return [max(4.8, 0.19 * entries + 1.0), *(1.3 + 0.42 * len({row.dim for row in some}) for _, some in _maps(rows))]
 
 
 def series_of(rows: Iterable[Row]) -> list[Series]:
@@ -111,11 +140,11 @@ def limits_of(rows: Iterable[Row]) -> list[Series]:
     return [Series(_label("limit", name), "limit", name, tuple(sorted(found))) for name, found in points.items()]
 
 
-def draw_times(axes: Axes, result: Result) -> None:
+def draw_times(axes: Axes, rows: Sequence[Row], colours: dict[str, Any], title: str = "") -> None:
     """Microseconds against bytes, both logarithmic; a stroke from each median up to the 99th percentile."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
-    colours, series = _colours(result.rows), series_of(result.rows)
+    series, limits = series_of(rows), limits_of(rows)
     variants = list(dict.fromkeys(one.variant for one in series))
     for one in series:
         sizes, p50, p99 = zip(*one.points, strict=True)
@@ -126,9 +155,13 @@ def draw_times(axes: Axes, result: Result) -> None:
             markersize=5, linewidth=1.2 if bare else 1.8,
         )  # fmt: skip
         axes.vlines(sizes, p50, p99, color=colours[one.transport], alpha=0.35, linewidth=3)
-    for one in limits_of(result.rows):
+    for turn, one in enumerate(limits):
         sizes, us, _ = zip(*one.points, strict=True)
-        axes.plot(sizes, us, label=one.label, color="black", linestyle="--", linewidth=1.5, marker="_")
+        marker = _MARKERS[turn % 8] if len(limits) > 1 or len(sizes) == 1 else ""
+        axes.plot(
+            sizes, us, label=one.label, color="black", linestyle="--", linewidth=1.5, marker=marker, markersize=5,
+            markerfacecolor="none",
+        )  # fmt: skip
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: _bytes(value)))
@@ -136,12 +169,12 @@ def draw_times(axes: Axes, result: Result) -> None:
     axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
     axes.yaxis.set_minor_locator(NullLocator())
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axes.set_xlabel("bytes of rows that each rank sends")
+    wrong = Counter(row.transport for row in rows if row.times is None)
+    more = "".join(f"\nnot drawn, because wrong: {name}, {count} cells" for name, count in wrong.items())
+    axes.set_xlabel(f"bytes of rows that each rank sends{more}")
     axes.set_ylabel("one merge, us: median, up to p99")
     axes.grid(True, which="major", alpha=0.3)
-    axes.set_title(
-        "\n".join(line for part in result.title.splitlines() for line in textwrap.wrap(part, 95)), fontsize=10
-    )
+    axes.set_title(title, fontsize=10)
     axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(1.0, 0.5))
 
 
@@ -166,25 +199,25 @@ def _winner(rows: list[Row]) -> Winner:
 
 
 def draw_winners(axes: Axes, rows: Sequence[Row], colours: dict[str, Any], title: str) -> None:
-    """A map, rows upwards and dim to the right: the colour is the fastest merge's, the figure its lead."""
+    """A map, rows to the right and dim upwards: the colour is the fastest merge's, the figure its lead."""
     from matplotlib.colors import ListedColormap
     from matplotlib.patches import Patch
 
     found = winners_of(rows)
     names = [name for name in colours if any(one.transport == name for one in found.values())]
-    ys, xs = sorted({at[0] for at in found}), sorted({at[1] for at in found})
-    area = [[names.index(found[y, x].transport) if (y, x) in found else float("nan") for x in xs] for y in ys]
+    xs, ys = sorted({at[0] for at in found}), sorted({at[1] for at in found})
+    area = [[names.index(found[x, y].transport) if (x, y) in found else float("nan") for x in xs] for y in ys]
     axes.imshow(
         area, cmap=ListedColormap([colours[name] for name in names]), vmin=-0.5, vmax=len(names) - 0.5, origin="lower",
         aspect="auto", alpha=0.75,
     )  # fmt: skip
-    for (y, x), one in found.items():
+    for (x, y), one in found.items():
         text = "alone" if one.lead is None else "even" if one.lead == 1.0 else f"{one.lead:.2f}x"
         axes.text(xs.index(x), ys.index(y), text, ha="center", va="center", fontsize=8)
     axes.set_xticks(range(len(xs)), [str(x) for x in xs])
     axes.set_yticks(range(len(ys)), [str(y) for y in ys])
-    axes.set_xlabel("dim")
-    axes.set_ylabel("rows")
+    axes.set_xlabel("rows")
+    axes.set_ylabel("dim")
     axes.set_title(f"{title} (figure: the second's time over its own)", fontsize=10)
     axes.legend(
         handles=[Patch(color=colours[name], alpha=0.75, label=name) for name in names], fontsize=8,
@@ -205,9 +238,14 @@ def _colours(rows: Sequence[Row]) -> dict[str, Any]:
     return {name: palette(index % palette.N) for index, name in enumerate(names)}
 
 
-def _facets(rows: Sequence[Row]) -> list[tuple[str, list[Row]]]:
-    """Groups of rows that differ in transport, rows and dim alone."""
-    varies = [name for name in _varying(rows) if name != "dim"]
+def _maps(rows: Sequence[Row]) -> list[tuple[str, list[Row]]]:
+    """The groups of a part for which there is somebody to win against."""
+    return [(name, some) for name, some in _facets(rows, ("dim",)) if len(_merges(some)) > 1]
+
+
+def _facets(rows: Sequence[Row], inside: tuple[str, ...]) -> list[tuple[str, list[Row]]]:
+    """Groups of rows that differ in transport, rows and what is named `inside` alone."""
+    varies = [name for name in _varying(rows) if name not in inside]
     found: dict[str, list[Row]] = {}
     for row in rows:
         found.setdefault(_words(row, varies), []).append(row)
