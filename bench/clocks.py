@@ -71,10 +71,10 @@ class GraphClock(Clock):
     def __init__(
         self, ranks: Ranks, device: torch.device, per_graph: int, replays: int, say: Callable[[str], object]
     ) -> None:
-        self._ranks, self._device, self._counts = ranks, device, {"per_graph": per_graph, "replays": replays}
+        self._ranks, self._device, self._per_graph, self._replays = ranks, device, per_graph, replays
         self._probe = Probe(ranks, device)
         self._gate = Gate(self._probe)
-        self.limits = measure_limits(self._probe, self._gate, **self._counts, say=say)
+        self.limits = measure_limits(self._probe, self._gate, per_graph=per_graph, replays=replays, say=say)
         self._late: dict[float, float] = {}
 
     def time(self, steps: Sequence[Checked], skew_us: float) -> list[Timing]:
@@ -87,11 +87,15 @@ class GraphClock(Clock):
             if any(ranks.gather(step.wrong)):
                 return Timing(None)
         lateness = self._lateness(skew_us) if skew_us else 0.0
+        times = self._graph(step, self._delay(skew_us) if skew_us else None)
+        return Timing(replace(times, us=tuple(us - lateness for us in times.us)), host)
+
+    def _graph(self, step: Checked, before: Callable[[int], object] | None) -> Times:
         times = time_graph(
-            step, self._device, self._gate, **self._counts, before=self._delay(skew_us) if skew_us else None
+            step, self._device, self._gate, per_graph=self._per_graph, replays=self._replays, before=before
         )
         self._gate.check()
-        return Timing(replace(times, us=tuple(us - lateness for us in times.us)), host)
+        return times
 
     def _delay(self, skew_us: float) -> Callable[[int], object]:
         spin = self._probe.spin(round(skew_us * 1e3))
@@ -114,8 +118,7 @@ class GraphClock(Clock):
 
             step = _Unchanged(alone, lambda _: 0, "a delay")
             step.check(self._ranks.meet, lambda: settle(self._device))
-            times = time_graph(step, self._device, self._gate, **self._counts)
-            self._gate.check()
+            times = self._graph(step, None)
             self._late[skew_us] = slowest(self._ranks.gather(times)).p50
         return self._late[skew_us]
 

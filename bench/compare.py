@@ -128,9 +128,9 @@ def _apart(old: Result, new: Result) -> list[str]:
         said += [f"{key} {_text(before[key])} -> {_text(after[key])}" for key in keys if before[key] != after[key]]
     sizes = {group.count for group in old.groups} & {group.count for group in new.groups}
     for size in sorted(sizes):
-        before, after = _ways(old.groups, size), _ways(new.groups, size)
-        if before != after:
-            said.append(f"{size} ranks as {before} -> {after}")
+        was, now = _ways(old.groups, size), _ways(new.groups, size)
+        if was != now:
+            said.append(f"{size} ranks as {was} -> {now}")
     return said
 
 

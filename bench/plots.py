@@ -92,7 +92,7 @@ def figure(result: Result) -> Figure:
     width = 6.6 + 0.07 * max((len(one.label) for _, rows in parts for one in series_of(rows)), default=0)
     made = Figure(figsize=(columns * width, sum(heights) + 0.4 if heights else 2.0), layout="constrained")
     made.suptitle(
-        "\n".join(textwrap.wrap(result.title, int(columns * width * 9.5), replace_whitespace=False)), fontsize=10
+        "\n".join(textwrap.wrap(result.title, int(columns * width * 12), replace_whitespace=False)), fontsize=10
     )
     if not parts:
         return made
@@ -110,7 +110,7 @@ def figure(result: Result) -> Figure:
 def _heights(rows: Sequence[Row]) -> list[float]:
     """Inches of a part's pictures: each grows with its legend."""
     entries = len(series_of(rows)) + len(limits_of(rows))
-    return [max(4.8, 0.19 * entries + 1.0), *(1.3 + 0.42 * len({row.dim for row in some}) for _, some in _maps(rows))]
+    return [max(4.8, 0.19 * entries + 1.0), *(1.1 + 0.36 * len({row.dim for row in some}) for _, some in _maps(rows))]
 
 
 def series_of(rows: Iterable[Row]) -> list[Series]:
@@ -132,12 +132,13 @@ def limits_of(rows: Iterable[Row]) -> list[Series]:
     for row in rows:
         one.setdefault(row.size, set()).add(round(row.limit_us, 6))
     if all(len(found) == 1 for found in one.values()):
-        return [Series("limit", "limit", "", tuple((size, *found, *found) for size, found in sorted(one.items())))]
+        points = ((size, min(found)) for size, found in sorted(one.items()))
+        return [Series("limit", "limit", "", tuple((size, us, us) for size, us in points))]
     varies = _varying(rows)
-    points: dict[str, set[tuple[int, float, float]]] = {}
+    by: dict[str, set[tuple[int, float, float]]] = {}
     for row in rows:
-        points.setdefault(_words(row, varies), set()).add((row.size, row.limit_us, row.limit_us))
-    return [Series(_label("limit", name), "limit", name, tuple(sorted(found))) for name, found in points.items()]
+        by.setdefault(_words(row, varies), set()).add((row.size, row.limit_us, row.limit_us))
+    return [Series(_label("limit", name), "limit", name, tuple(sorted(found))) for name, found in by.items()]
 
 
 def draw_times(axes: Axes, rows: Sequence[Row], colours: dict[str, Any], title: str = "") -> None:

@@ -77,10 +77,12 @@ class Result:
         link = f", link {self.machine['link']}" if self.machine.get("link") else ""
         parts = []
         for group in self.groups:
-            on = f"CPU ({self.machine.get('cpu')}, {self.machine.get('host_cores')} cores)"
-            if gpus:
-                on = f"a GPU each ({gpus}{link})" if group.are == "processes" else f"streams of one GPU ({gpus})"
-            parts.append(f"{group.count} ranks, {on}; limit: {group.limit}")
+            who, on = f"{group.count} ranks", f"CPU ({self.machine.get('cpu')}, {self.machine.get('host_cores')} cores)"
+            if gpus and group.are == "processes":
+                on = f"a GPU each ({gpus}{link})"
+            elif gpus:
+                who, on = f"{group.count} virtual ranks", f"streams of one GPU ({gpus})"
+            parts.append(f"{who}, {on}; limit: {group.limit}")
         return "\n".join(parts)
 
     def not_measured(self) -> list[str]:

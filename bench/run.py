@@ -114,7 +114,10 @@ def run(
     sizes = sweep.ranks
     if place.world is not None and "ranks" not in sweep.model_fields_set:
         sizes = (place.world,)
-    groups, rows, skipped, gpus = [], [], [], []
+    groups: list[Group] = []
+    rows: list[Row] = []
+    skipped: list[Skipped] = []
+    gpus: list[str] = []
     for size in sizes:
         unfit = _unfit(sweep, place, size)
         skipped += unfit
