@@ -220,7 +220,7 @@ def _record(source: Source, error: Any) -> None:
     value, field = error["input"], str(path[0])
     path = path if isinstance(source.values.get(field), list) else path[:1]
     hint = nearest(value, _WORDS.get(field, ())) if isinstance(value, str) else ""
-    shown = "empty" if value is None or value == () else f"{value!r:.60}"
+    shown = "empty" if value in (None, (), []) else f"{value!r:.60}"
     source.add(path, f"{dotted(path)} is {shown}; expected {_EXPECTED[field]}{hint}")
 
 
