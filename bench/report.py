@@ -17,7 +17,12 @@ __all__ = ["show", "show_comparison"]
 def show(result: Result, console: Console) -> None:
     """The table, what was not measured and why, and what is wrong."""
     if result.rows:
-        console.print(table(result.rows, result.title))
+        made = table(result.rows, result.title)
+        # On a narrow terminal lines wrap: cut off figures would be worse.
+        console.width = max(
+            console.width, console.measure(made, options=console.options.update(max_width=1000)).maximum
+        )
+        console.print(made)
     for line in result.not_measured():
         console.print(line, markup=False, highlight=False)
     wrong = [row for row in result.rows if row.wrong]
@@ -44,7 +49,8 @@ def show_comparison(comparison: Comparison, old: Result, console: Console) -> No
             console.print(f"{word}: {change}", style=style, markup=False, highlight=False)
     console.print(
         f"{comparison.compared} cells compared: {len(comparison.worse)} regressions, {len(comparison.better)} faster, "
-        f"{comparison.same} within noise ({SPREADS:g} x both spreads, and {LEAST:.0%}); {len(comparison.gone)} gone",
+        f"{comparison.same} within noise ({LEAST:.0%}, or {SPREADS:g} x both spreads if that is more); "
+        f"{len(comparison.gone)} gone",
         highlight=False,
     )
     if not comparison.compared:

@@ -177,3 +177,16 @@ def test_nothing_but_a_picture_needs_matplotlib(monkeypatch: pytest.MonkeyPatch)
     result = Result.read(RESULTS / NAMES[0])
     assert plots.winners_of(result.rows)
     assert plots.series_of(result.rows)
+
+
+DOCS = RESULTS.parent.parent / "docs"
+
+
+def test_every_picture_of_the_docs_is_of_a_committed_result_by_the_command_beside_it() -> None:
+    page = (DOCS / "choose-a-transport.md").read_text(encoding="utf-8")
+    pictures = sorted(path.stem for path in (DOCS / "plots").glob("*"))
+    assert pictures == ["gloo_merge_cpu", "merge_h200x2", "merge_loopback_h200"]
+    for name in pictures:
+        assert f"](plots/{name}.png)" in page
+        assert f"\ndcpcomm bench --from bench/results/{name}.json --plot docs/plots/{name}.png\n" in page
+        assert plots.figure(Result.read(RESULTS / f"{name}.json")).axes

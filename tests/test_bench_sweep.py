@@ -126,3 +126,10 @@ def test_what_cannot_be_measured_says_why(changes: dict[str, object], why: str) 
         "rows": 4,
     }
     assert why_not(Cell(**{**given, **changes})) == why  # type: ignore[arg-type]
+
+
+def test_the_sweep_of_the_docs_is_one() -> None:
+    sweep = read_sweep(Path(__file__).parent.parent / "docs/examples/sweep.yaml", {})
+    cells = list(cells_of(sweep, 2))
+    assert len(cells) == 3 * 2 * 2 * 3 * 2 * 2
+    assert {why_not(cell) for cell in cells} == {"", "0.5 of 1 rows is none: nothing would be empty"}

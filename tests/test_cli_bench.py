@@ -154,9 +154,16 @@ def on_spoilt_ranks(real: Any, how: Any, wrong_from: int, fn: Any, ranks: int, *
     return real(how, ranks, wrong_from, *args, **keywords)
 
 
-@pytest.mark.parametrize("wrong_from", [0, 7], ids=["before the timing", "while it is timed"])
+#: Two calls are compared, five warm, three are timed, and one more is compared.
+@pytest.mark.parametrize(
+    ("wrong_from", "wrong"), [(0, 1), (9, 2), (10, 1)], ids=["before", "the last timed call", "behind the timing"]
+)
 def test_a_wrong_result_has_no_time_and_fails_the_command(
-    wrong_from: int, bench: Callable[..., tuple[int, str]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    wrong_from: int,
+    wrong: int,
+    bench: Callable[..., tuple[int, str]],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
     file = tmp_path / "r.json"
     spoilt_ranks = functools.partial(on_spoilt_ranks, command.on_ranks, spoilt, wrong_from)
@@ -165,7 +172,7 @@ def test_a_wrong_result_has_no_time_and_fails_the_command(
     assert status == 1, said
     assert "WRONG: 2 of 2 cells differ from the oracle; they have no time" in said
     rows = Result.read(file).rows
-    assert [(row.transport, row.times, row.wrong) for row in rows] == [("gloo_a2a", None, 1)] * 2
+    assert [(row.transport, row.times, row.wrong) for row in rows] == [("gloo_a2a", None, wrong)] * 2
     assert (tmp_path / "r.csv").read_text(encoding="utf-8").count("gloo_a2a") == 2
 
 

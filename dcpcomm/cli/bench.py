@@ -104,8 +104,7 @@ def bench(
     if result is None:  # another rank than 0 under torchrun
         return
     console = Console()
-    # Where nobody looks, in a pipe or a log, lines are as long as they need to be.
-    console = console if console.is_terminal else Console(width=200)
+    console = console if console.is_terminal else Console(width=120)
     show(result, console)
     _write(result, json_file, csv_file, plot)
     missing = [name for name in asked if not any(row.transport == name for row in result.rows)]
