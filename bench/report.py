@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from dcpcomm.bench.compare import LEAST, SPREADS, Comparison
+from dcpcomm.bench.compare import LEAST, SPREADS, Comparison, Gone
 from dcpcomm.bench.result import Result
 from dcpcomm.bench.table import table
 
@@ -24,34 +24,42 @@ def show(result: Result, console: Console) -> None:
         )
         console.print(made)
     for line in result.not_measured():
-        console.print(line, markup=False, highlight=False)
+        _say(console, line)
     wrong = [row for row in result.rows if row.wrong]
     if wrong:
-        console.print(
-            f"WRONG: {len(wrong)} of {len(result.rows)} cells differ from the oracle; they have no time",
-            style="bold red",
-        )
+        said = f"WRONG: {len(wrong)} of {len(result.rows)} cells differ from the oracle; they have no time"
+        _say(console, said, "bold red")
 
 
 def show_comparison(comparison: Comparison, old: Result, console: Console) -> None:
-    """Every cell that changed or went, and a line that says how many did."""
-    console.print(
-        f"\nagainst {old.label}, {old.when or 'of unknown date'}, commit {old.commit or 'unknown'}", markup=False
-    )
+    """Every cell that changed or was lost, what else is gone, and a line that says how many."""
+    _say(console, f"\nagainst {old.label}, {old.when or 'of unknown date'}, commit {old.commit or 'unknown'}")
     for said in comparison.apart:
-        console.print(f"NOT MEASURED ALIKE: {said}", style="bold yellow", markup=False)
-    for style, word, changes in (
-        ("bold red", "REGRESSION", comparison.worse),
-        ("green", "faster", comparison.better),
-        ("bold yellow", "gone", comparison.gone),
-    ):
-        for change in changes:
-            console.print(f"{word}: {change}", style=style, markup=False, highlight=False)
-    console.print(
+        _say(console, f"NOT MEASURED ALIKE: {said}", "bold yellow")
+    for change in comparison.worse:
+        _say(console, f"REGRESSION: {change}", "bold red")
+    for change in comparison.better:
+        _say(console, f"faster: {change}", "green")
+    unasked: dict[str, list[Gone]] = {}
+    for gone in comparison.gone:
+        if gone.why is not None:
+            _say(console, f"LOST: {gone}", "bold red")
+        else:
+            unasked.setdefault(gone.old.transport, []).append(gone)
+    for transport, some in unasked.items():
+        what = str(some[0]) if len(some) == 1 else f"{transport}, {len(some)} cells: the new run did not ask for them"
+        _say(console, f"gone: {what}", "bold yellow")
+    lost = sum(gone.why is not None for gone in comparison.gone)
+    _say(
+        console,
         f"{comparison.compared} cells compared: {len(comparison.worse)} regressions, {len(comparison.better)} faster, "
         f"{comparison.same} within noise ({LEAST:.0%}, or {SPREADS:g} x both spreads if that is more); "
-        f"{len(comparison.gone)} gone",
-        highlight=False,
+        f"{lost} lost, {len(comparison.gone) - lost} gone",
     )
     if not comparison.compared:
-        console.print("nothing was compared: the two have no cell in common", style="bold red")
+        _say(console, "nothing was compared: the two have no cell in common", "bold red")
+
+
+def _say(console: Console, line: str, style: str | None = None) -> None:
+    """As it is: a program may look for it."""
+    console.print(line, style=style, markup=False, highlight=False, soft_wrap=True)

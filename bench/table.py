@@ -107,7 +107,7 @@ class Row:
         shown = (times.p50, times.p99, times.mad) if times else (None, None, None)
         return [
             str(self.size), str(self.rows), str(self.heads), str(self.dim), self.dtype, self.transport,
-            *(_text(value, 2) for value in shown), _text(self.algbw, 1), _text(self.busbw, 1),
+            *(_text(value, 2) for value in shown), _text(self.algbw, 2), _text(self.busbw, 2),
             str(self.wrong), _text(self.of_limit, 0), _text(self.host_us, 1),
         ]  # fmt: skip
 
@@ -121,6 +121,7 @@ def table(rows: Sequence[Row], title: str) -> Table:
     """For people. Of what only some sweeps vary (N, projection, empty rows, skew), a column where any row differs from
     the default; host times where there are any.
     """
+    from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
     more: list[tuple[str, list[str]]] = []
@@ -133,13 +134,13 @@ def table(rows: Sequence[Row], title: str) -> Table:
     if any(row.skew_us for row in rows):
         more.append(("skew us", [f"{row.skew_us:g}" for row in rows]))
     columns = COLUMNS if any(row.host_us is not None for row in rows) else COLUMNS[:-1]
-    made = Table(title=title)
+    made = Table(title=title, box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     at = columns.index("transport")
     for column in (*columns[:at], *(name for name, _ in more), *columns[at:]):
         made.add_column(column, justify="left" if column in _LEFT else "right", no_wrap=True)
-    before = None
+    before, apart = None, len(rows) > len({row.cell for row in rows})
     for index, row in enumerate(rows):
-        made.add_section() if before not in (None, row.cell) else None
+        made.add_section() if apart and before not in (None, row.cell) else None
         shown = row.cells()[: len(columns)]
         extra = [values[index] for _, values in more]
         made.add_row(*shown[:at], *extra, *shown[at:], style="bold red" if row.wrong else None)
