@@ -75,7 +75,7 @@ def check_plot(path: Path) -> None:
 
 def save(result: Result, path: Path) -> None:
     """Draw, and write to `path`; its suffix says as what."""
-    # No date and no version in the file: the same result gives the same picture.
+    # Without a version in it: the same result gives the same PNG.
     figure(result).savefig(path, dpi=110, metadata={"Software": None} if path.suffix == ".png" else None)
 
 

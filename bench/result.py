@@ -122,7 +122,7 @@ class Result:
             raise ConfigError(f"{path} is no JSON ({error}); give a file that `dcpcomm bench --json` wrote") from None
         try:
             return cls.of(found, path.name)
-        except (KeyError, TypeError, AttributeError) as error:
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise ConfigError(
                 f"{path} holds no result of `dcpcomm bench` ({type(error).__name__}: {error}); give a file that "
                 "its --json wrote"

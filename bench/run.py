@@ -45,11 +45,13 @@ class Place:
         device: "cpu" or "cuda".
         gpus: of this host.
         world: ranks that torchrun started; None where this process starts them.
+        settings: variables that were set here for virtual ranks.
     """
 
     device: str
     gpus: int = 0
     world: int | None = None
+    settings: tuple[str, ...] = ()
 
     def virtual(self, ranks: int, transports: Iterable[str] = ()) -> bool:
         """Whether so many ranks are threads with streams of one GPU."""
@@ -81,12 +83,13 @@ def place_of(asked: str | None) -> Place:
     world = int(os.environ["WORLD_SIZE"]) if under_torchrun() else None
     if asked == "cpu":
         return Place("cpu", world=world)
+    before = set(os.environ)
     if world is None:
         side_by_side()  # to ask for a GPU starts CUDA
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if asked == "cuda" and not gpus:
         raise ConfigError("a GPU was asked for, and torch sees none; leave `device` out, or install one")
-    return Place("cuda" if gpus else "cpu", gpus, world)
+    return Place("cuda" if gpus else "cpu", gpus, world, tuple(sorted(set(os.environ) - before)))
 
 
 def run(
@@ -168,6 +171,8 @@ def _answers(sweep: Sweep, place: Place, size: int, say: Say, on_ranks: OnRanks)
         sweep = sweep.model_copy(update={"transport": place.transports(size)})
     if place.virtual(size, sweep.transport):
         return measure_threads(size, sweep, say)
+    for name in place.settings:  # processes have a GPU each, as under torchrun, which sets none of them
+        os.environ.pop(name, None)
     return on_ranks(
         measure_processes, size, sweep, place.device, timeout_s=PATIENCE_S,
         on_event=lambda rank, event: say(event) if rank == 0 else None,

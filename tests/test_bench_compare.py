@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -123,7 +124,10 @@ def test_results_of_all_versions_are_read_and_written_the_same_way() -> None:
     assert (gloo.size, gloo.times and gloo.times.p50, gloo.limit_us) == (32 * 32 * 128 * 2, 472.6, 326.8)
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": 3}', '{"rows": 1}'])
+NO_LIMIT = {**json.loads((RESULTS / "merge_h200x2.json").read_text()), "limits": {"exchange_us": 1.0, "gb_s": {}}}
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": 3}', '{"rows": 1}', json.dumps(NO_LIMIT)])
 def test_what_is_no_result_is_told(tmp_path: Path, text: str) -> None:
     file = tmp_path / "x.json"
     file.write_text(text, encoding="utf-8")

@@ -358,6 +358,29 @@ def test_ranks_are_processes_where_each_has_a_gpu_and_else_share_one() -> None:
     assert Place("cpu").transports(2) == ("gloo_a2a",)
 
 
+def test_processes_with_a_gpu_each_do_not_get_the_settings_of_virtual_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("CUDA_MODULE_LOADING", "CUDA_DEVICE_MAX_CONNECTIONS"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "8")  # the user's own
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    place = runner.place_of(None)
+    assert (place.device, place.gpus, place.settings) == ("cuda", 2, ("CUDA_MODULE_LOADING",))
+    seen: list[tuple[str | None, str | None]] = []
+
+    def on_ranks(*args: Any, **keywords: Any) -> list[Answer]:
+        seen.append((os.environ.get("CUDA_MODULE_LOADING"), os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS")))
+        return answers()
+
+    monkeypatch.setattr(runner, "versions", dict)
+    found = runner.run(sweep(transport=("nccl_a2a",)), place, "words", lambda event: None, on_ranks)
+    assert seen == [(None, "8")]
+    assert found is not None
+    assert found.groups[0].are == "processes"
+
+
 def test_what_torchrun_did_not_start_is_skipped_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setattr(runner, "_answers", lambda *args: answers())

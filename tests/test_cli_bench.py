@@ -7,6 +7,7 @@ import functools
 import io
 import json
 import os
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -285,3 +286,20 @@ def test_the_module_is_the_command(nursery: Nursery, tmp_path: Path) -> None:
              for module, more in (("dcpcomm.bench.merge", ()), ("dcpcomm", ("bench",)))]  # fmt: skip
     one, other = (process.wait() for process in asked)
     assert (one.returncode, one.stdout) == (0, other.stdout)
+
+
+def test_the_help_tells_the_defaults_that_a_sweep_has(bench: Callable[..., tuple[int, str]]) -> None:
+    status, said = bench("--help")
+    assert status == 0
+    told = " ".join(said.replace("│", " ").split())
+    for name, field in Sweep.model_fields.items():
+        if name in ("transport", "device", "rivals", "replays"):
+            continue
+        value = field.default
+        text = (
+            ",".join(f"{one:g}" if isinstance(one, float) else str(one) for one in value)
+            if isinstance(value, tuple)
+            else str(value)
+        )
+        begin = told.index(command._OPTIONS[name])
+        assert re.search(rf"default: {re.escape(text)}[.,]", told[begin : begin + 200]), name

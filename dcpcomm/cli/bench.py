@@ -31,30 +31,37 @@ _OPTIONS = {
 
 def bench(
     sweep: Annotated[Path | None, typer.Option(help="YAML file of what to measure; options win over it.")] = None,
-    rows: Annotated[str | None, typer.Option(help="B of each size [1,4,16,32,64,128,256].")] = None,
-    heads: Annotated[str | None, typer.Option("--heads", "--num-heads", help="H, of the whole group [128].")] = None,
-    dim: Annotated[
-        str | None, typer.Option("--dim", "--head-dim", help="D, width of a partial; L where W_UV projects [128].")
+    rows: Annotated[
+        str | None, typer.Option(help="B of each size, with commas between; default: 1,4,16,32,64,128,256.")
     ] = None,
-    dtype: Annotated[str | None, typer.Option(help="bfloat16, float16, float32 [bfloat16].")] = None,
-    ranks: Annotated[str | None, typer.Option(help="N; under torchrun its ranks are used [2].")] = None,
+    heads: Annotated[
+        str | None, typer.Option("--heads", "--num-heads", help="H, of the whole group; default: 128.")
+    ] = None,
+    dim: Annotated[
+        str | None,
+        typer.Option("--dim", "--head-dim", help="D, width of a partial; L where W_UV projects; default: 128."),
+    ] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="Of the partials: bfloat16, float16, float32; default: bfloat16.")
+    ] = None,
+    ranks: Annotated[str | None, typer.Option(help="N; default: 2, or those of torchrun.")] = None,
     transport: Annotated[
         list[str] | None,
-        typer.Option(help="Name, perhaps with options (cupy_ipc:threads=256); may be repeated [all that fit]."),
+        typer.Option(help="Name, perhaps with options (cupy_ipc:threads=256); may be repeated; default: all that fit."),
     ] = None,
-    projection: Annotated[str | None, typer.Option(help="Of W_UV: none, before, after [none].")] = None,
-    v_head_dim: Annotated[int | None, typer.Option(help="V, where W_UV projects [128].")] = None,
-    empty: Annotated[str | None, typer.Option(help="Share of the rows that are empty on a rank [0].")] = None,
+    projection: Annotated[str | None, typer.Option(help="Of W_UV: none, before, after; default: none.")] = None,
+    v_head_dim: Annotated[int | None, typer.Option(help="V, where W_UV projects; default: 128.")] = None,
+    empty: Annotated[str | None, typer.Option(help="Share of the rows that are empty on a rank; default: 0.")] = None,
     skew_us: Annotated[
-        str | None, typer.Option(help="Microseconds that one rank comes later to each merge, in turns [0].")
+        str | None, typer.Option(help="Microseconds that one rank comes later to each merge; default: 0.")
     ] = None,
     rivals: Annotated[bool, typer.Option("--rivals", help="Measure bench/rivals/ as well.")] = False,
-    lse_base: Annotated[str | None, typer.Option(help="e or 2 [e].")] = None,
-    device: Annotated[str | None, typer.Option(help="cpu or cuda [cuda where there is one].")] = None,
+    lse_base: Annotated[str | None, typer.Option(help="Of the LSE: e or 2; default: e.")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; default: cuda where there is one.")] = None,
     per_graph: Annotated[
-        int | None, typer.Option(help="Merges in a graph [20]; on CPU calls are timed one by one.")
+        int | None, typer.Option(help="Merges in a graph; default: 20. On CPU calls are timed one by one.")
     ] = None,
-    replays: Annotated[int | None, typer.Option(help="Timed replays [30]; on CPU timed calls [200].")] = None,
+    replays: Annotated[int | None, typer.Option(help="Timed replays, on CPU calls; default: 30, on CPU 200.")] = None,
     programmatic_limit: Annotated[
         bool, typer.Option("--programmatic-limit", help="The limit's exchange is launched programmatically (PDL).")
     ] = False,
@@ -69,13 +76,13 @@ def bench(
         str | None, typer.Option("--commit", help="Which the result is of, where what runs is no checkout.")
     ] = None,
 ) -> None:
-    """Time whole merges: every combination of rows, heads, dim, dtype, ranks, projection, empty rows and skew.
+    """Time whole merges over a sweep: every combination of the values below.
 
-    Each result is compared with the float64 oracle before it is timed, and after. What is wrong has no time. The limit
-    is measured in the same run. docs/benchmark.md defines every column.
+    Each result is compared with the float64 oracle before it is timed, and after. What is wrong
+    has no time. The limit is measured in the same run. docs/benchmark.md defines every column.
 
-    Exit status: 0 fine, 1 a result was wrong, a named transport couldn't be measured at all, or (--compare) a cell
-    regressed or was lost, 2 wrong usage.
+    Exit status: 0 fine, 1 a result was wrong, a named transport couldn't be measured at all, or
+    (--compare) a cell regressed or was lost, 2 wrong usage.
     """
     from rich.console import Console
 
