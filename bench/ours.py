@@ -15,8 +15,9 @@ import yaml
 from dcpcomm.bench import ablation
 from dcpcomm.bench.ranks import Ranks
 from dcpcomm.bench.rivals.rival import Rival
+from dcpcomm.bench.timing import settle
 from dcpcomm.merger import DCPMerger
-from dcpcomm.projection import GatheredWUV
+from dcpcomm.projection import GatheredWUV, project
 from dcpcomm.reference import merge_partials
 from dcpcomm.registry import load_transport
 from dcpcomm.transport import MergeShape
@@ -101,6 +102,12 @@ class Ours(Rival):
         if tokens not in self._outs:
             shape = tokens, self.heads, self.shape.v_head_dim or self.shape.head_dim
             self._outs[tokens] = torch.empty(shape, dtype=self.shape.dtype, device=self.device)
+        if self._gathered is not None:
+            # cuBLAS takes memory when a thread first comes to it: later another rank's kernel may be waiting on this GPU.
+            project(partial_out[:, : self.heads], self._gathered.local)
+            if self._gathered.full is not None:
+                project(partial_out, self._gathered.full)
+            settle(self.device)
 
     def merge(self, partial_out: torch.Tensor, partial_lse: torch.Tensor) -> torch.Tensor:
         return self.call(partial_out, partial_lse)()
