@@ -103,7 +103,7 @@ class Ours(Rival):
             shape = tokens, self.heads, self.shape.v_head_dim or self.shape.head_dim
             self._outs[tokens] = torch.empty(shape, dtype=self.shape.dtype, device=self.device)
         if self._gathered is not None:
-            # cuBLAS takes memory when a thread first comes to it: later another rank's kernel may be waiting on this GPU.
+            # cuBLAS takes memory when a thread first comes to it: later another rank may be waiting on this GPU.
             project(partial_out[:, : self.heads], self._gathered.local)
             if self._gathered.full is not None:
                 project(partial_out, self._gathered.full)
