@@ -10,7 +10,7 @@ streams of it, with N = 8, 4 and 2: that shows the protocol, and nothing of link
     probe          what the machine offers; a transport that it says can't work is skipped, with the reason
     verify         each transport: a soak of patterns, every bit compared
     conformance    each transport
-    merge          the sweep of all transports and rivals against the limit (dcpcomm.bench.merge)
+    merge          the sweep of all transports and rivals against the limit (dcpcomm bench)
     replays        each transport over peer memory: 100,000 replays with changing data (dcpcomm.bench.replays)
 
 Each step is a process with a limit of time; `summary.json` is written anew after each, so what there is survives.
@@ -107,7 +107,7 @@ def _processes(n: int, transports: Sequence[Contender], replays: int, commit: st
     steps += [_verify(n, one.name) for one in transports]
     steps += [_conformance(f"n{n}", n, one.name) for one in transports]
     torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(n), "-m")
-    steps.append(_merge(f"n{n}", n, (*torchrun, "dcpcomm.bench.merge"), commit))
+    steps.append(_merge(f"n{n}", n, (*torchrun, "dcpcomm", "bench"), commit))
     for one in transports:
         if one.peer:
             steps.append(_replays(f"n{n}", n, one.name, (*torchrun, "dcpcomm.bench.replays"), replays, commit))
@@ -119,7 +119,7 @@ def _virtual(n: int, replays: int, commit: str) -> list[Step]:
     python, name, ranks = (sys.executable, "-m"), f"n{n}-virtual", ("--ranks", str(n))
     return [
         _conformance(name, n, "loopback_peer", _VIRTUAL),
-        _merge(name, n, (*python, "dcpcomm.bench.merge", *ranks), commit, _VIRTUAL),
+        _merge(name, n, (*python, "dcpcomm", "bench", *ranks), commit, _VIRTUAL),
         _replays(name, n, "loopback_peer", (*python, "dcpcomm.bench.replays", *ranks), replays, commit, _VIRTUAL),
     ]
 

@@ -18,7 +18,7 @@ import typer
 from typer.testing import CliRunner
 
 import dcpcomm.cli
-from dcpcomm.bench import all_gpus, merge, replays, steps
+from dcpcomm.bench import all_gpus, replays, steps
 from dcpcomm.bench.all_gpus import Contender, contenders, narrowed, plan, run_all, sizes_for
 from dcpcomm.bench.steps import Done, Step
 
@@ -75,7 +75,7 @@ def test_one_gpu_has_virtual_ranks_and_every_step_says_so() -> None:
 
 @pytest.mark.parametrize("gpus", [1, 2, 3, 4, 6, 8])
 def test_every_command_is_one_that_its_program_takes(gpus: int) -> None:
-    programs = {"dcpcomm": dcpcomm.cli.app, "dcpcomm.bench.merge": merge.main, "dcpcomm.bench.replays": replays.main}
+    programs = {"dcpcomm": dcpcomm.cli.app, "dcpcomm.bench.replays": replays.main}
     for step in plan(gpus, contenders(), commit="0123abc"):
         words = list(step.command)
         assert words[:2] == [sys.executable, "-m"]
@@ -95,7 +95,7 @@ def test_every_command_is_one_that_its_program_takes(gpus: int) -> None:
             command, given = command.get_command(None, given[0]), given[1:]
         values = command.make_context(step.name, given).params  # raises on what it doesn't know
         heads = values.get("heads", values.get("num_heads"))
-        assert heads is None or heads % step.ranks == 0
+        assert heads is None or int(heads) % step.ranks == 0
         assert step.transport in ("", *_flat(values))
 
 
