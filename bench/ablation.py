@@ -1,7 +1,6 @@
 """What each part of the fused kernel costs: the same kernel without it, timed beside the whole.
 
-    python -m dcpcomm.bench.merge --transport loopback_peer \\
-        --transport loopback_peer:without=headers
+    dcpcomm bench --transport loopback_peer --transport loopback_peer:without=headers
 
 A kernel that lacks a part answers good calls as before. It is for timing alone.
 """

@@ -1,4 +1,4 @@
-"""From the results of `dcpcomm.bench.merge` to a cost table: the tables that come with dcpcomm are made by this.
+"""From the results of `dcpcomm bench` to a cost table: the tables that come with dcpcomm are made by this.
 
     python -m dcpcomm.bench.costs bench/results/merge_h200x2.json bench/results/merge_h200x2_direct.json \\
         --write configs/costs/nvidia-h200-x2-nv18.yaml
@@ -16,6 +16,7 @@ from typing import Annotated, Any
 
 import typer
 
+from dcpcomm.bench.result import Result
 from dcpcomm.costkey import CostKey
 from dcpcomm.costtable import CostTable, MergeRow, dump
 from dcpcomm.registry import registered_transports
@@ -33,7 +34,7 @@ def table_of(documents: Mapping[str, Mapping[str, Any]]) -> CostTable:
     """The table of some results.
 
     Args:
-        documents: file's name -> what `dcpcomm.bench.merge --json` wrote there.
+        documents: file's name -> what `dcpcomm bench --json` wrote there.
 
     Raises:
         ValueError: they aren't of one kind of machine, or of no processes with GPUs of their own.
@@ -44,13 +45,13 @@ def table_of(documents: Mapping[str, Mapping[str, Any]]) -> CostTable:
         raise ValueError(f"the results are of different machines, groups or versions: {', '.join(map(str, keys))}")
     cells: dict[tuple[str, str], dict[int, MergeRow]] = {}
     known = registered_transports()
-    for _, document in newest_last:
-        for row in document["rows"]:
-            if row["transport"] not in known or row["times"] is None:
+    for name, document in newest_last:
+        for row in Result.of(document, name).rows:
+            times, plain = row.times, row.projection == "none" and not row.empty and not row.skew_us
+            if row.transport not in known or times is None or not plain:
                 continue
-            times = row["times"]
-            cells.setdefault((row["transport"], row["dtype"]), {})[row["size"]] = MergeRow(
-                wire_bytes=row["size"], median_us=_figure(times["p50"]), mad_us=_figure(times["mad"]), n=times["count"]
+            cells.setdefault((row.transport, row.dtype), {})[row.size] = MergeRow(
+                wire_bytes=row.size, median_us=_figure(times.p50), mad_us=_figure(times.mad), n=times.count
             )
     merges: dict[str, dict[str, tuple[MergeRow, ...]]] = {}
     for (name, dtype), rows in sorted(cells.items()):
@@ -67,12 +68,15 @@ def text_of(files: Sequence[Path]) -> str:
 
 
 def _key(name: str, document: Mapping[str, Any]) -> CostKey:
-    machine, ranks = document["machine"], document["ranks"]
-    if ranks["are"] != "processes" or not machine["link"]:
-        raise ValueError(f"{name} is of {ranks['are']}, link {machine['link']}; expected processes with a GPU each")
+    machine, groups = document["machine"], Result.of(document, name).groups
+    if len(groups) != 1:
+        raise ValueError(f"{name} is of {[group.count for group in groups]} ranks; expected one number of them")
+    (group,) = groups
+    if group.are != "processes" or not machine["link"]:
+        raise ValueError(f"{name} is of {group.are}, link {machine['link']}; expected processes with a GPU each")
     return CostKey(
         device=" + ".join(sorted(set(machine["gpus"]))),
-        ranks=ranks["count"],
+        ranks=group.count,
         link=machine["link"],
         driver=machine["driver"] or "",
         versions={part: document["versions"][part] for part in _MATTER if document["versions"].get(part)},
@@ -85,7 +89,7 @@ def _figure(us: float) -> float:
 
 
 def main(
-    results: Annotated[list[Path], typer.Argument(help="what `dcpcomm.bench.merge --json` wrote")],
+    results: Annotated[list[Path], typer.Argument(help="what `dcpcomm bench --json` wrote")],
     write: Annotated[Path | None, typer.Option("--write", help="the table's file; default: standard output")] = None,
 ) -> None:
     """Make a cost table of results."""

@@ -22,6 +22,7 @@ import torch.distributed as dist
 import typer
 
 import dcpcomm
+from dcpcomm.bench.machine import processor
 from dcpcomm.combine.wire import row_bytes
 from dcpcomm.launch import emit, run_on_ranks
 
@@ -111,7 +112,12 @@ def main(
     results: dict[str, Any] = {
         "command": f"python -m dcpcomm.bench.gloo_merge --rows {rows} --heads {heads} --dim {dim} --ranks {ranks} "
         f"--rounds {rounds} --launches {launches}",
-        "machine": {"cpu": _cpu(), "cores": os.cpu_count(), "kernel": platform.release(), "load": os.getloadavg()[0]},
+        "machine": {
+            "cpu": processor(),
+            "cores": os.cpu_count(),
+            "kernel": platform.release(),
+            "load": os.getloadavg()[0],
+        },
         "versions": {
             "dcpcomm": dcpcomm.__version__,
             "torch": torch.__version__,
@@ -149,13 +155,6 @@ def main(
         json_file.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     if any(found["ratio"] > LIMIT for found in results["dtypes"].values()):
         raise typer.Exit(1)
-
-
-def _cpu() -> str:
-    for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.processor()
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 import re
@@ -14,14 +15,14 @@ import torch
 
 import dcpcomm
 
-__all__ = ["commit", "link_in", "machine", "versions"]
+__all__ = ["commit", "link_in", "machine", "processor", "versions"]
 
 
 def machine(gpus: list[str]) -> dict[str, Any]:
     """For JSON.
 
     Args:
-        gpus: name of each rank's GPU.
+        gpus: name of each rank's GPU; none on CPU.
     """
     driver = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
     topology = _output("nvidia-smi", "topo", "-m")
@@ -29,6 +30,7 @@ def machine(gpus: list[str]) -> dict[str, Any]:
         "gpus": gpus,
         "driver": driver.splitlines()[0].strip() if driver else None,
         "link": link_in(topology) if topology else None,
+        "cpu": processor(),
         "host_cores": os.cpu_count(),
         "kernel": platform.release(),
     }
@@ -44,6 +46,15 @@ def versions() -> dict[str, Any]:
         "nccl": ".".join(map(str, nccl)) if nccl else None,
         "python": platform.python_version(),
     }
+
+
+def processor() -> str:
+    """The CPU's name, as Linux has it."""
+    with contextlib.suppress(OSError):
+        named = re.search(r"^model name\s*:\s*(.+)$", Path("/proc/cpuinfo").read_text(encoding="utf-8"), re.MULTILINE)
+        if named:
+            return named[1].strip()
+    return platform.processor() or platform.machine()
 
 
 def link_in(topology: str) -> str | None:

@@ -11,7 +11,6 @@ Each rank makes the partials of all ranks from a counter on its device, so it kn
 from __future__ import annotations
 
 import json
-import os
 import random
 import shlex
 import sys
@@ -24,13 +23,13 @@ from typing import Annotated, Any
 import torch
 import typer
 
+from dcpcomm.bench.console import numbers, of_rank_0, progress
 from dcpcomm.bench.machine import commit, machine, versions
-from dcpcomm.bench.merge import numbers, of_rank_0, progress
 from dcpcomm.bench.ours import named
 from dcpcomm.bench.ranks import Meeting, ProcessRanks, Ranks, ThreadRanks
 from dcpcomm.combine.engine import by_destination, engine_for
 from dcpcomm.graphs import captured
-from dcpcomm.launch import emit, run_on_ranks, under_torchrun
+from dcpcomm.launch import emit, own_device, run_on_ranks, under_torchrun
 from dcpcomm.merger import DCPMerger
 from dcpcomm.testing.loopback import LoopbackRank, LoopbackWorld, side_by_side
 from dcpcomm.transport import MergeShape
@@ -176,11 +175,9 @@ def run(group: Any, ranks: Ranks, device: torch.device, plan: Plan, say: Callabl
 
 def _on_rank(plan: Plan) -> Tally:
     """On one rank of torchrun's, with its own GPU."""
-    local = int(os.environ.get("LOCAL_RANK", "0"))
-    torch.cuda.set_device(local)
-    ranks = ProcessRanks()
+    ranks, device = ProcessRanks(), own_device("cuda")
     plan = ranks.gather(plan)[0]  # each has rolled a seed of its own
-    return run(ranks.nccl(), ranks, torch.device("cuda", local), plan, emit)
+    return run(ranks.nccl(), ranks, device, plan, emit)
 
 
 def main(

@@ -16,7 +16,18 @@ import torch
 from dcpcomm.bench.checked import Checked
 from dcpcomm.graphs import captured
 
-__all__ = ["Summary", "Times", "mad", "percentile", "settle", "slowest", "time_calls", "time_eager_host", "time_graph"]
+__all__ = [
+    "Summary",
+    "Times",
+    "mad",
+    "percentile",
+    "settle",
+    "slowest",
+    "time_calls",
+    "time_eager_host",
+    "time_graph",
+    "time_in_turns",
+]
 
 _WARM_REPLAYS = 5
 
@@ -83,6 +94,7 @@ def time_graph(
     *,
     per_graph: int = 20,
     replays: int = 30,
+    before: Callable[[int], object] | None = None,
 ) -> Times:
     """Time `per_graph` calls captured into one graph, `replays` times. Collective: all ranks call it alike.
 
@@ -90,6 +102,7 @@ def time_graph(
         step: verified before; compared again under the graph, before and after the timing.
         device: of the current stream.
         meet: returns when all ranks have come; what it puts on the current stream runs before the clock starts.
+        before: captured before each call, told its number: what makes this rank late, say. It is timed with the call.
 
     Raises:
         Unverified: `step` was not compared with the oracle, or was wrong.
@@ -97,7 +110,9 @@ def time_graph(
     step.require_verified()
 
     def calls() -> None:
-        for _ in range(per_graph):
+        for number in range(per_graph):
+            if before is not None:
+                before(number)
             step()
 
     _arrive(device, meet)
@@ -192,3 +207,48 @@ def time_calls(
     step()
     _arrive(device, meet)
     return Times(tuple(us), step.judge())
+
+
+def time_in_turns(
+    steps: Sequence[Checked],
+    meet: Callable[[], object],
+    *,
+    rounds: int = 200,
+    before: Callable[[int], object] | None = None,
+) -> list[Times]:
+    """Time single calls on CPU, those of all steps in turns: what else the machine does then hits all alike.
+    Collective.
+
+    Args:
+        meet: returns when all ranks have come, before each call.
+        rounds: timed calls of each step, behind some that warm.
+        before: called before each call, with the round's number: what makes this rank late, say. It is timed too.
+
+    Returns:
+        microseconds of each call, for each step.
+
+    Raises:
+        Unverified: as for `time_graph`.
+    """
+    for step in steps:
+        step.require_verified()
+    us: list[list[float]] = [[] for _ in steps]
+    for turn in range(-_WARM_REPLAYS, rounds):
+        for step, found in zip(steps, us, strict=True):
+            meet()
+            began = time.perf_counter_ns()
+            if before is not None:
+                before(turn)
+            step()
+            if turn >= 0:
+                found.append((time.perf_counter_ns() - began) / 1e3)
+    times = []
+    for step, found in zip(steps, us, strict=True):
+        meet()
+        wrong = step.judge()  # what the last timed call wrote
+        step.poison()
+        meet()
+        step()
+        meet()
+        times.append(Times(tuple(found), wrong + step.judge()))
+    return times

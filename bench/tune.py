@@ -8,7 +8,6 @@ what was measured before an interruption need not be measured again.
 from __future__ import annotations
 
 import importlib.util
-import os
 import secrets
 import statistics
 from collections.abc import Callable
@@ -16,7 +15,6 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from dcpcomm.bench.checked import Checked, count_wrong
 from dcpcomm.bench.journal import Journal
@@ -29,8 +27,8 @@ from dcpcomm.config import MergeConfig
 from dcpcomm.cost import tuned_path, wire_bytes
 from dcpcomm.costkey import CostKey, key_of, machine_id
 from dcpcomm.costtable import CostTable, MergeRow, Projection, ProjectionRow
-from dcpcomm.errors import ConfigError, TransportUnavailable
-from dcpcomm.launch import emit
+from dcpcomm.errors import TransportUnavailable
+from dcpcomm.launch import emit, own_device
 from dcpcomm.libraries import versions_that_matter
 from dcpcomm.machine import Card
 from dcpcomm.projection import project
@@ -135,7 +133,7 @@ def measure(plan: Plan) -> Measured | None:
         TransportUnavailable: a named transport can't be used, or none can.
         Unverified: something was wrong while it was timed.
     """
-    ranks, device = ProcessRanks(), _device(plan.device)
+    ranks, device = ProcessRanks(), own_device(plan.device)
     facts = local_facts(ranks.rank, ranks.size, device, False)
     cards: list[Card] = ranks.gather(facts.ranks[0])
     assert facts.machine is not None
@@ -308,19 +306,6 @@ class _Bench:
         return Checked(
             lambda: project(here, there, out), lambda got: count_wrong(got, want, sums_rounded=True), str(cell)
         )
-
-
-def _device(asked: str | None) -> torch.device:
-    """This rank's: a GPU of its own, where merges run on GPUs."""
-    if asked == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(
-            "--device cuda was asked for, and torch sees no GPU on this rank; leave it out, or install one"
-        )
-    if asked == "cpu" or not torch.cuda.is_available():
-        return torch.device("cpu")
-    index = int(os.environ.get("LOCAL_RANK", dist.get_rank())) % torch.cuda.device_count()
-    torch.cuda.set_device(index)
-    return torch.device("cuda", index)
 
 
 def _names(plan: Plan, facts: Facts, cards: list[Card]) -> list[str]:

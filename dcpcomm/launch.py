@@ -8,6 +8,7 @@ in the parent, so that any rank, rank 0 included, may die without taking the oth
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import importlib.util
 import multiprocessing
@@ -26,10 +27,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dcpcomm.errors import CallMismatch, DCPCommError, SelectionMismatch, TransportTimeout
+from dcpcomm.errors import CallMismatch, ConfigError, DCPCommError, SelectionMismatch, TransportTimeout
 from dcpcomm.starter import CAN_FORK, die_with, exists, forked, interrupts_ignored, leave, no_main_reimport
 
-__all__ = ["LocalRanks", "RankFailed", "emit", "failure_of", "run_on_ranks", "under_torchrun"]
+__all__ = ["LocalRanks", "RankFailed", "emit", "failure_of", "own_device", "run_on_ranks", "under_torchrun"]
 
 _END_S = 5.0  # for a starter to end its ranks, before it is ended itself
 
@@ -200,6 +201,28 @@ def under_torchrun() -> bool:
     return {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()
 
 
+def own_device(asked: str | None) -> torch.device:
+    """Of a rank that is a process: where its merges run. A GPU becomes the current one; each rank of a host has its
+    own, as far as there are.
+
+    Args:
+        asked: "cpu", "cuda", or None for a GPU where there is one.
+
+    Raises:
+        ConfigError: "cuda", and torch sees no GPU here.
+    """
+    if asked == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(
+            "--device cuda was asked for, and torch sees no GPU on this rank; leave it out, or install one"
+        )
+    if asked == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    local = int(os.environ.get("LOCAL_RANK", dist.get_rank()))
+    device = torch.device("cuda", local % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
+
+
 def run_on_ranks(
     fn: Callable[..., Any],
     size: int,
@@ -229,6 +252,7 @@ def run_on_ranks(
     finally:
         _event_sink = None
     dist.destroy_process_group()
+    gc.collect()  # Gloo's threads end with the group: one that lets go of a tensor while Python ends aborts the process
     return gathered if rank == 0 else None
 
 

@@ -9,26 +9,22 @@ places where such a transport is proven, no level leaves the soak out.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import random
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
-from dcpcomm import pattern, topology, verdicts
-from dcpcomm.combine.engine import by_destination
-from dcpcomm.combine.wire import block_bytes, row_bytes, wire_views
+from dcpcomm import topology, verdicts
+from dcpcomm.combine.wire import block_bytes, row_bytes
 from dcpcomm.control import Outcome, first_failure, left
 from dcpcomm.decision import Fallen
 from dcpcomm.errors import TransportTimeout
-from dcpcomm.graphs import captured
 from dcpcomm.group import Group
 from dcpcomm.log import log
-from dcpcomm.reference import merge_partials
+from dcpcomm.rounds import TURNS, Rounds, Wrong
 from dcpcomm.transport import MergeShape, MergeTransport
 from dcpcomm.workspace import Workspace
 
@@ -41,21 +37,7 @@ _QUICK, _STANDARD = 4, 12  # rounds
 _BLOCK_LIMIT = 1 << 18  # bytes of a block, unless it takes more for a single row or a soak
 _SOAK_BLOCK_LIMIT = 1 << 22
 _SOAK_DEFAULT = 1 << 30
-_POISON = 0xA5
-_REPLAYED, _EAGER_TURN = 4, 2  # rounds of a channel from one captured graph, and which of them is eager all the same
-_Run = Callable[..., Any]
 _WRONG = "wrong bits: "
-
-
-class _Wrong(Exception):
-    """Something else arrived than was sent. `what`: says it, or finds it out, which takes longer than a round."""
-
-    def __init__(self, what: str | Callable[[], str]) -> None:
-        super().__init__("wrong bits")
-        self.what = what
-
-    def __str__(self) -> str:
-        return self.what if isinstance(self.what, str) else self.what()
 
 
 @dataclass(frozen=True)
@@ -110,7 +92,7 @@ def verify_transport(
         _check_rounds(transport, group, shape, load, config.deadline_s, workspace)
         doubt = "" if transport.unverified else transport.distrusted()
         ok, reason = not doubt, f"not proven: {doubt}" if doubt else ""
-    except _Wrong as found:
+    except Wrong as found:
         reason = f"{_WRONG}{found}"
     except TransportTimeout as error:
         reason = f"could not verify: {error}"
@@ -143,18 +125,15 @@ def verify_transport(
 def _check_rounds(
     transport: MergeTransport, group: Group, shape: MergeShape, load: Load, deadline_s: float, workspace: Workspace
 ) -> None:
-    merges = transport.fused_merge is not None or transport.fused is not None
-    views = transport.capabilities.layout == "view"
-    round_of = _round_of_merges if merges else _round_of_views if views else _round_of_blocks
-    widths = shape.widths if merges else (max(shape.widths),)
     shuffle = random.Random(0)  # the same on all ranks: which one is late, and how many rows there are
     ends = time.monotonic() + deadline_s
     sent = 0
+    replayed = _replayed_rounds(transport, shape, load, workspace.device)
+    rounds = Rounds(transport, group, shape, workspace, replayed, ends)
+    widths = shape.widths if rounds.merges else (max(shape.widths),)
     sizes = _sizes(shape, group.size, max(widths), load)
     first = ""
     wrong_rounds = 0
-    replayed = _replayed_rounds(transport, shape, load, workspace.device)
-    replays = [_Replayed(workspace.device, _captures_of(group, number, ends)) for number in range(shape.channels)]
     for number in itertools.count():
         if number >= load.rounds + len(replayed) and sent >= load.nbytes:
             break
@@ -170,10 +149,9 @@ def _check_rounds(
             time.sleep(0.002)
         if number in replayed:
             tokens, width = sizes[1], widths[0]
-        channel, run = _how(number, replayed, replays)
         try:
-            round_of(transport, group, shape, number, channel, tokens, width, workspace, run)
-        except _Wrong as found:
+            rounds.play(number, tokens, width)
+        except Wrong as found:
             first = first or str(found)  # and on: the peers would wait out their deadline for a rank that stopped here
             wrong_rounds += 1
         except TransportTimeout:
@@ -184,81 +162,14 @@ def _check_rounds(
             group.size - 1
         )
     if first:
-        raise _Wrong(f"{first}; {wrong_rounds} of {number} rounds brought wrong bits" if wrong_rounds > 1 else first)
+        raise Wrong(f"{first}; {wrong_rounds} of {number} rounds brought wrong bits" if wrong_rounds > 1 else first)
 
 
 def _replayed_rounds(transport: MergeTransport, shape: MergeShape, load: Load, device: torch.device) -> range:
     """The rounds, after the first ones, in which each channel replays what it captured, an eager call in between."""
     if not topology.on_gpu(device) or not transport.capabilities.graph_capturable:
         return range(0)
-    return range(load.rounds, load.rounds + _REPLAYED * shape.channels)
-
-
-def _eagerly(step: Callable[..., Any], *tensors: torch.Tensor) -> Any:
-    return step(*tensors)
-
-
-class _Replayed:
-    """Calls a step by replaying the graph in which its first call was captured, on that call's tensors.
-
-    Args:
-        meet: returns when all ranks have captured.
-    """
-
-    def __init__(self, device: torch.device, meet: Callable[[], None]) -> None:
-        self._device, self._meet = device, meet
-        self._graph: Any = None
-        self._tensors: tuple[torch.Tensor, ...] = ()
-        self._result: Any = None
-
-    def __call__(self, step: Callable[..., Any], *tensors: torch.Tensor) -> Any:
-        if self._graph is None:
-            self._tensors = tensors
-
-            def captured_step() -> None:
-                self._result = step(*tensors)
-
-            self._graph = captured(captured_step, self._device)
-            self._meet()
-        for kept, new in zip(self._tensors, tensors, strict=True):
-            if kept.data_ptr() != new.data_ptr():
-                kept.copy_(new)
-        self._graph.replay()
-        return self._result
-
-
-def _captures_of(group: Group, channel: int, ends: float) -> Callable[[], None]:
-    """What waits until all ranks have captured: a capture takes memory from the driver, which waits for the device, and
-    in a process of several ranks for a peer's replay that waits for this rank.
-    """
-
-    def meet() -> None:
-        if group.loopback is None:
-            return
-        store = group.store(f"captured/{channel}")
-        store.set(str(group.rank), "1")
-        late = group.peers
-        while late := [rank for rank in late if not store.check([str(rank)])]:
-            if time.monotonic() > ends:
-                raise TransportTimeout(f"rank {', '.join(map(str, late))} captured nothing in time", tuple(late))
-            time.sleep(0.0005)
-
-    return meet
-
-
-def _how(number: int, replayed: range, replays: list[_Replayed]) -> tuple[int, _Run]:
-    """The channel of round `number`, and by what its step is called; `replays` by channel."""
-    if number not in replayed:
-        return number % len(replays), _eagerly
-    channel, turn = divmod(number - replayed.start, _REPLAYED)
-    return channel, _eagerly if turn == _EAGER_TURN else replays[channel]
-
-
-def _arrived(transport: MergeTransport, channel: int, device: torch.device) -> None:
-    """Wait for the rows, and hear what the transport found out."""
-    if topology.on_gpu(device):
-        torch.cuda.current_stream(device).synchronize()
-    transport.poll(channel)
+    return range(load.rounds, load.rounds + TURNS * shape.channels)
 
 
 def _sizes(shape: MergeShape, n: int, width: int, load: Load) -> list[int]:
@@ -272,133 +183,3 @@ def _sizes(shape: MergeShape, n: int, width: int, load: Load) -> list[int]:
     if load.nbytes:
         return [unit, most, most, most]
     return [unit, most, unit, max(unit, most // 2 // unit * unit)]
-
-
-def _round_of_blocks(
-    transport: MergeTransport,
-    group: Group,
-    shape: MergeShape,
-    number: int,
-    channel: int,
-    tokens: int,
-    width: int,
-    workspace: Workspace,
-    run: _Run,
-) -> None:
-    n, rows = group.size, shape.rows_per_destination(tokens, group.size)
-    regions = workspace.regions()
-    views = wire_views(
-        regions[f"send[{channel}]"],
-        regions[f"recv[{channel}]"],
-        n,
-        rows,
-        1,
-        width,
-        shape.dtype,
-        transport.capabilities.ragged,
-    )
-    send, recv = (one.blocks for one in views)
-    nbytes = (1 + rows) * send.shape[2]
-    for destination in range(n):
-        send[destination].view(-1).copy_(pattern.block(nbytes, group.rank, destination, number, workspace.device))
-    recv.fill_(_POISON)
-    arrived = run(lambda send, recv: transport.exchange(send, channel, recv=recv), send, recv)
-    _arrived(transport, channel, workspace.device)
-    if tuple(arrived.shape) != tuple(send.shape):
-        raise _Wrong(f"exchange returned shape {tuple(arrived.shape)}; expected {tuple(send.shape)}")
-    for source in sorted(group.peers):
-        _compare(arrived[source].reshape(-1), source, group, number, send.shape[2])
-
-
-def _round_of_views(
-    transport: MergeTransport,
-    group: Group,
-    shape: MergeShape,
-    number: int,
-    channel: int,
-    tokens: int,
-    width: int,
-    workspace: Workspace,
-    run: _Run,
-) -> None:
-    n, device = group.size, workspace.device
-    t, h = shape.result_rows(tokens, n)
-    size = t * h * width * shape.dtype.itemsize
-
-    def fields(source: int, destination: int) -> tuple[torch.Tensor, torch.Tensor]:
-        raw = pattern.block(size + 4 * t * h, source, destination, number, device)
-        return raw[:size].view(shape.dtype).view(t, h, width), raw[size:].view(torch.float32).view(t, h)
-
-    outs, lses = zip(*(fields(group.rank, destination) for destination in range(n)), strict=True)
-    # Strided as a merge's views are: the destination's rows lie side by side in neither of the two.
-    out, lse = torch.stack(outs).transpose(0, 1), torch.stack(lses).transpose(0, 1)
-    got_out, got_lse = run(lambda out, lse: transport.exchange((out, lse), channel), out, lse)
-    _arrived(transport, channel, device)
-    for source in range(n):
-        parts = (got_out[:, source].contiguous(), got_lse[:, source].contiguous())
-        raw = torch.cat([part.view(-1).view(torch.uint8) for part in parts])
-        _compare(raw, source, group, number, width * shape.dtype.itemsize, t * h)
-
-
-def _compare(got: torch.Tensor, source: int, group: Group, number: int, row: int, rows: int | None = None) -> None:
-    """Raise `_Wrong` with how much of `got`, uint8, is wrong, where it begins, and what is there instead.
-
-    Args:
-        row: bytes of one.
-        rows: how many there are; behind them are float32 LSEs. None: all of it is rows.
-    """
-    # Both on its device: a soak is for more bytes than a host makes in the time.
-    want = pattern.block(got.numel(), source, group.rank, number, got.device)
-    if not torch.equal(got, want):
-        whole = len(got) // row if rows is None else rows
-        at = source, group.rank, number, group.size
-        raise _Wrong(functools.partial(pattern.difference, got, want, *at, row, whole, _POISON))
-
-
-def _round_of_merges(
-    transport: MergeTransport,
-    group: Group,
-    shape: MergeShape,
-    number: int,
-    channel: int,
-    tokens: int,
-    width: int,
-    workspace: Workspace,
-    run: _Run,
-) -> None:
-    """Random partials, which every rank can make, against the oracle. In half of the rows one rank alone has something,
-    and its bits must come through.
-    """
-    device = workspace.device
-    n, ulp = group.size, 2.0 ** {torch.float16: -10, torch.bfloat16: -7, torch.float32: -20}[shape.dtype]
-    generator = torch.Generator().manual_seed(number)
-    outs = torch.randn(n, tokens, shape.num_heads, width, generator=generator).to(shape.dtype)
-    lses = torch.randn(n, tokens, shape.num_heads, generator=generator)
-    lses[torch.rand(lses.shape, generator=generator) < 0.1] = -torch.inf
-    alone = torch.rand(lses.shape[1:], generator=generator) < 0.5
-    who = torch.randint(0, n, lses.shape[1:], generator=generator)
-    for rank in range(n):
-        lses[rank][alone & (who != rank)] = -torch.inf
-    outs[lses == -torch.inf] = torch.nan
-    mine = outs[group.rank].to(device), lses[group.rank].to(device)
-    out, lse = run(functools.partial(_fused, transport, channel), *mine)
-    _arrived(transport, channel, device)
-    wants = [one[group.rank] for one in merge_partials(outs, lses, lse_base=shape.lse_base, scatter=shape.scatter)]
-    exact = by_destination(alone, shape.scatter, n)[group.rank] if transport.capabilities.deterministic else None
-    for what, got, want in (("out", out, wants[0]), ("lse", lse, wants[1])):
-        got = got.cpu().double().reshape(want.shape)
-        close = torch.isclose(got, want, rtol=2 * ulp if what == "out" else 1e-5, atol=ulp)
-        if what == "out" and exact is not None:
-            close &= (got == want) | ~exact.unsqueeze(-1)
-        if not bool(close.all()):
-            place = tuple(int(i) for i in (~close).nonzero()[0])
-            raise _Wrong(
-                f"rank {group.rank}, round {number}: merged {what} at {place} is {float(got[place])}, the oracle "
-                f"says {float(want[place])}; {int((~close).sum())} of {close.numel()} are wrong"
-            )
-
-
-def _fused(transport: MergeTransport, channel: int, out: torch.Tensor, lse: torch.Tensor) -> Any:
-    if transport.fused is not None:
-        return transport.fused.merge_once(out, lse, channel)
-    return transport.fused_merge(out, lse, channel)

@@ -10,6 +10,11 @@ import torch
 from dcpcomm.combine.wire import block_bytes
 from dcpcomm.errors import ShapeError
 from dcpcomm.transport import MergeShape
+from dcpcomm.trtllm_workspace import (
+    trtllm_sparse_mla_bytes,
+    trtllm_sparse_mla_max_tokens,
+    trtllm_sparse_mla_parts,
+)
 
 __all__ = [
     "ALIGNMENT",
@@ -21,6 +26,9 @@ __all__ = [
     "counter_bytes",
     "plan",
     "plan_bytes",
+    "trtllm_sparse_mla_bytes",
+    "trtllm_sparse_mla_max_tokens",
+    "trtllm_sparse_mla_parts",
 ]
 
 ALIGNMENT = 128  # a cache line pair on the GPU: no region shares a line with another

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from dcpcomm import topology, verify
+from dcpcomm import rounds, topology
 from dcpcomm.combine import cuda_engine
 from dcpcomm.combine.gpu import GpuEngine
 from tests.emulated import EmulatedKernels
@@ -43,7 +43,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch, folder: Path) -> list[str]:
     stream = SimpleNamespace(cuda_stream=0, synchronize=lambda: None)
     monkeypatch.setattr(topology, "on_gpu", lambda device: True)
     monkeypatch.setattr(cuda_engine, "kernels_for", kernels_for)
-    monkeypatch.setattr(verify, "captured", Replay)
+    monkeypatch.setattr(rounds, "captured", Replay)
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: stream)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)

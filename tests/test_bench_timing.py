@@ -12,10 +12,12 @@ import torch
 
 from dcpcomm.bench import timing
 from dcpcomm.bench.checked import Checked, Unverified, count_wrong, poison
+from dcpcomm.bench.clocks import WallClock
 from dcpcomm.bench.limits import Limits
 from dcpcomm.bench.ranks import Meeting, ThreadRanks
-from dcpcomm.bench.timing import Times, percentile, slowest, time_eager_host, time_graph
+from dcpcomm.bench.timing import Times, percentile, slowest, time_eager_host, time_graph, time_in_turns
 from dcpcomm.errors import TransportTimeout
+from dcpcomm.testing import LoopbackWorld
 
 CPU = torch.device("cpu")
 
@@ -181,3 +183,61 @@ def test_a_rank_that_fails_does_not_leave_the_others_waiting() -> None:
     ThreadRanks(meeting, 0).abort()
     with pytest.raises(TransportTimeout, match="another rank has failed"):
         ThreadRanks(meeting, 1).meet()
+
+
+# ---------------------------------------------------------------- call by call, in turns
+
+
+def test_calls_of_all_steps_are_timed_in_turns_behind_a_meeting_each() -> None:
+    said: list[str] = []
+
+    def step(name: str) -> Checked:
+        def call() -> torch.Tensor:
+            said.append(name)
+            return torch.ones(2)
+
+        made = Checked(call, lambda got: 0, name)
+        made.check(nobody, nobody)
+        return made
+
+    steps = [step("a"), step("b")]
+    said.clear()
+    turns: list[int] = []
+    found = time_in_turns(steps, lambda: said.append("|"), rounds=3, before=turns.append)
+    warm = timing._WARM_REPLAYS
+    assert "".join(said).startswith("|a|b" * (3 + warm))
+    assert turns == [turn for turn in range(-warm, 3) for _ in steps]
+    assert [len(times.us) for times in found] == [3, 3], "what warms isn't timed"
+    assert [one.comparisons for one in steps] == [3, 3], "compared again: the last timed call, and one onto poison"
+
+
+def test_what_was_never_compared_is_not_timed_in_turns() -> None:
+    good = Checked(lambda: torch.ones(1), lambda got: 0, "good")
+    good.check(nobody, nobody)
+    for judge in (None, lambda got: 1):
+        bad = Checked(lambda: torch.ones(1), judge or (lambda got: 0), "bad")
+        if judge is not None:
+            bad.check(nobody, nobody)
+        with pytest.raises(Unverified, match="bad"):
+            time_in_turns([good, bad], nobody, rounds=3)
+
+
+def test_on_cpu_the_late_rank_waits_that_long_and_it_is_taken_off() -> None:
+    late_us = 2000.0
+
+    def body(group: object) -> list[float]:
+        rank = group.rank  # type: ignore[attr-defined]
+        ranks = ThreadRanks(meeting, rank)
+        step = Checked(lambda: torch.ones(1), lambda got: 0, "a step")
+        step.check(ranks.meet, nobody)
+        (timing_,) = WallClock(ranks, 4).time([step], late_us)
+        assert timing_.times is not None
+        return list(timing_.times.us)
+
+    meeting = Meeting(2)
+    for rank, us in enumerate(LoopbackWorld(2, device="cpu").run(body)):
+        for turn, found in enumerate(us):
+            if turn % 2 == rank:
+                assert found >= 0, "it was late: all of the lateness lies behind it"
+            else:
+                assert found > -late_us, "it was not: nothing of this call's time is less than none"

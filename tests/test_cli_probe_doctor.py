@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -65,7 +66,7 @@ def test_probe_says_what_is_here_without_a_gpu(dcpcomm: Command) -> None:
 def test_probe_fits_its_terminal(dcpcomm: Command, columns: int) -> None:
     said = dcpcomm("probe", "--device", "cpu", columns=columns)
     assert max(map(len, said.splitlines())) <= columns
-    assert "gloo_a2a       yes" in said
+    assert re.search(r"gloo_a2a +yes", said)
     assert "dcpcomm tune" in said
 
 
@@ -169,7 +170,7 @@ def test_a_wrong_configuration_is_reported_and_stops_no_report(dcpcomm: Command,
     said = dcpcomm("doctor", "--config", str(config))
     assert "WRONG: " in said
     assert "'prefr' is not known; did you mean 'prefer'?" in said
-    assert "gloo_a2a       yes" in said
+    assert re.search(r"gloo_a2a +yes", said)
     table = tmp_path / "table.yaml"
     table.write_text("merges: 3\n")
     config.write_text("cost_table: table.yaml\n")

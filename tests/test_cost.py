@@ -322,23 +322,27 @@ def test_the_model_of_nvlink_is_a_line_through_what_was_measured() -> None:
 
 
 def result(**changes: Any) -> dict[str, Any]:
-    times = {"p50": 12.5, "mad": 0.02, "count": 30}
+    row = {
+        "size": 16384, "rows": 1, "heads": 128, "dim": 128, "dtype": "bfloat16", "ranks": 2, "transport": "nccl_a2a",
+        "times": {"p50": 12.5, "p99": 13.0, "mad": 0.02, "count": 30}, "wrong": 0, "limit_us": 2.0,
+    }  # fmt: skip
     given = {
-        "when": "2026-01-01T00:00:00Z", "commit": "c0", "ranks": {"count": 2, "are": "processes"},
+        "command": "dcpcomm bench", "when": "2026-01-01T00:00:00Z", "commit": "c0", "timing": {},
+        "groups": [{"count": 2, "are": "processes", "limit": "2 us"}], "skipped": [], "rows": [row],
         "machine": {"gpus": ["G", "G"], "link": "NV18", "driver": "1"}, "versions": {"torch": "2", "python": "3"},
-        "rows": [{"transport": "nccl_a2a", "dtype": "bfloat16", "size": 16384, "times": times}],
     }  # fmt: skip
     return {**given, **changes}
 
 
 def test_rivals_and_what_was_wrong_become_no_figure() -> None:
     good = result()["rows"][0]
-    rows = [{**good, "transport": "nccl_packed (bare)"}, {**good, "transport": "nccl_ag_rs", "times": None}, good]
+    others = [{"transport": "nccl_packed (bare)"}, {"transport": "nccl_ag_rs", "times": None}]
+    rows = [*({**good, **one} for one in others), good]
     assert set(table_of({"a.json": result(rows=rows)}).merges) == {"nccl_a2a"}
 
 
 def test_the_newest_result_of_a_size_counts_and_results_of_two_machines_do_not_mix() -> None:
-    old = result(rows=[{**result()["rows"][0], "times": {"p50": 99.0, "mad": 0.1, "count": 30}}])
+    old = result(rows=[{**result()["rows"][0], "times": {"p50": 99.0, "p99": 99.0, "mad": 0.1, "count": 30}}])
     new = result(when="2026-02-01T00:00:00Z")
     for order in ((old, new), (new, old)):
         (row,) = table_of(dict(zip(("a.json", "b.json"), order, strict=True))).merges["nccl_a2a"]["bfloat16"]
@@ -346,4 +350,14 @@ def test_the_newest_result_of_a_size_counts_and_results_of_two_machines_do_not_m
     with pytest.raises(ValueError, match="different machines"):
         table_of({"a.json": old, "b.json": result(versions={"torch": "3"})})
     with pytest.raises(ValueError, match="expected processes"):
-        table_of({"a.json": result(ranks={"count": 2, "are": "threads on one GPU"})})
+        table_of({"a.json": result(groups=[{"count": 2, "are": "threads on one GPU", "limit": "2 us"}])})
+    with pytest.raises(ValueError, match=r"of \[2, 2\] ranks"):
+        table_of({"a.json": result(groups=result()["groups"] * 2)})
+
+
+@pytest.mark.parametrize("change", [{"projection": "before", "v_head_dim": 64}, {"empty": 0.5}, {"skew_us": 20.0}])
+def test_only_plain_merges_become_prices(change: dict[str, Any]) -> None:
+    good = result()["rows"][0]
+    slow = {**good, "times": {"p50": 99.0, "p99": 99.0, "mad": 0.1, "count": 30}, **change}
+    (row,) = table_of({"a.json": result(rows=[good, slow])}).merges["nccl_a2a"]["bfloat16"]
+    assert row.median_us == 12.5

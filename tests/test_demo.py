@@ -1,13 +1,11 @@
-"""The demo: shards and whole cache agree, a planted fault is seen, and the command says which it was."""
+"""The demo: shards and whole cache agree, and a planted fault is seen."""
 
 from __future__ import annotations
 
-import json
 import math
-import subprocess
-import sys
+import threading
 from collections.abc import Callable, Iterator
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,29 +13,22 @@ import torch
 from torch import Tensor
 
 import dcpcomm
-from dcpcomm.cli import main
-from dcpcomm.cli.demo import show
+from dcpcomm.demo import judge as judging
+from dcpcomm.demo import run as running
+from dcpcomm.demo.judge import RankReport, Reference, Trace, Variant, differences, judge
 from dcpcomm.demo.model import Decoder, DecoderConfig, IndexCache, ShardCache, WholeCache, fill
-from dcpcomm.demo.run import (
-    TOLERANCE,
-    Order,
-    RankReport,
-    Reference,
-    Settings,
-    Trace,
-    decode,
-    differences,
-    judge,
-    prefixes,
-    run_rank,
-)
+from dcpcomm.demo.run import GRAPH, MergedAttention, Settings, decode, prefixes, run_threads
+from dcpcomm.demo.stopwatch import Stopwatch
+from dcpcomm.launch import RankFailed
 from dcpcomm.reference import merge_partials
+from dcpcomm.testing import LoopbackWorld
 
 TEXT = (
     b"A rank that holds none of the chosen entries has nothing to say, and must not be heard. "
     b"The others say what they know; their words are weighed, and added up. " * 3
 )
 TOKENS = 12
+TOLERANCE = judging.TOLERANCE["float32"]
 
 Partials = tuple[Tensor, Tensor, Tensor]  # out [N, B, H, L], LSE [N, B, H], counts [N, B]
 Merge = Callable[[Partials], Tensor]  # -> latent [B, H, L]
@@ -56,8 +47,7 @@ class AllShards:
     def __init__(self, decoder: Decoder, batch: int, capacity: int, size: int, merge: Merge, interleave: int = 1):
         self.decoder, self.merge = decoder, merge
         self.shards = [
-            ShardCache(decoder.config, batch, capacity, rank=rank, size=size, interleave=interleave)
-            for rank in range(size)
+            ShardCache(decoder, batch, capacity, rank=rank, size=size, interleave=interleave) for rank in range(size)
         ]
         self.counts: list[Tensor] = []
 
@@ -119,7 +109,7 @@ def test_some_ranks_own_none_of_a_rows_chosen_entries(worlds: Worlds) -> None:
 
 
 def test_an_empty_row_is_garbage_that_only_its_count_tells_of() -> None:
-    shard = ShardCache(DecoderConfig(), 1, 8, rank=3, size=4)
+    shard = ShardCache(Decoder(DecoderConfig()), 1, 8, rank=3, size=4)
     query = torch.randn(1, 24, DecoderConfig().entry_dim)
     out, lse, counts = shard.partial(0, query, torch.tensor([[0, 1, 6, -1]]))
     assert counts.tolist() == [0]
@@ -156,17 +146,17 @@ def test_a_faulty_merge_changes_the_tokens(worlds: Worlds, fault: str) -> None:
 
     trace, _ = worlds.sharded(4, faulty)
     assert not torch.equal(trace.tokens, worlds.whole.tokens)
-    assert not judge([_report(trace, worlds.whole)]).passed
+    assert not judge([_report(trace, worlds.whole)], "float32").passed
 
 
 def test_a_shard_holds_no_more_than_its_share() -> None:
-    config = DecoderConfig()
-    shards = [ShardCache(config, 2, 100, rank=rank, size=4, interleave=3) for rank in range(4)]
+    decoder = Decoder(DecoderConfig())
+    shards = [ShardCache(decoder, 2, 100, rank=rank, size=4, interleave=3) for rank in range(4)]
     positions = torch.arange(100)
-    entries = torch.arange(1.0, 101.0)[:, None].expand(100, config.entry_dim)
+    entries = torch.arange(1.0, 101.0)[:, None].expand(100, decoder.config.entry_dim)
     for shard in shards:
         shard.append(0, torch.zeros(100, dtype=torch.long), positions, entries)
-    held = [cache._entries[0][0, :, 0] for cache in shards]
+    held = [cache._entries[0][0, : cache.slots, 0] for cache in shards]
     assert all(len(h) == 27 for h in held)  # nine blocks of three, where all have 33 and a third
     kept = torch.cat(held)
     assert sorted(kept[kept > 0].tolist()) == list(range(1, 101))
@@ -174,10 +164,10 @@ def test_a_shard_holds_no_more_than_its_share() -> None:
 
 def test_a_prefilled_prefix_is_what_decoding_it_leaves(worlds: Worlds) -> None:
     decoder, length = worlds.decoder, 40
-    cache, index = WholeCache(decoder, 1, length), IndexCache(decoder.config, 1, length)
+    cache, index = WholeCache(decoder, 1, length), IndexCache(decoder, 1, length)
     for position in range(length):
         decoder.step(worlds.prompt[position : position + 1], torch.tensor([position]), index, cache)
-    prefilled, prefilled_index = WholeCache(decoder, 1, length), IndexCache(decoder.config, 1, length)
+    prefilled, prefilled_index = WholeCache(decoder, 1, length), IndexCache(decoder, 1, length)
     fill(worlds.filled, [length], prefilled, prefilled_index)
     for layer in range(decoder.config.num_layers):
         torch.testing.assert_close(cache._entries[layer], prefilled._entries[layer], rtol=0, atol=TOLERANCE)
@@ -194,25 +184,28 @@ def test_a_context_of_one_byte() -> None:
 # ---------------------------------------------------------------- the judgement
 
 
-def _report(trace: Trace, whole: Trace) -> RankReport:
+def _report(trace: Trace, whole: Trace, **variant: Any) -> RankReport:
+    return RankReport(
+        variants=[_variant(trace, whole, **variant)], skipped={}, empty=0, pairs=0, device="cpu", explained="",
+        reference=Reference(tokens=whole.tokens.T.tolist(), logit_margin=1.0, choice_gap=1.0),
+    )  # fmt: skip
+
+
+def _variant(trace: Trace, whole: Trace, **changes: Any) -> Variant:
     attention, logits = differences(trace, whole)
-    order = Order(
-        projection="before",
-        tokens=trace.tokens.T.tolist(),
-        merge_us=[],
-        wire_bytes=0,
-        attention_difference=attention,
-        logit_difference=logits,
-    )
-    reference = Reference(tokens=whole.tokens.T.tolist(), logit_margin=1.0, choice_gap=1.0)
-    return RankReport(orders=[order], empty=0, pairs=0, transport=None, explained="", reference=reference)
+    given = {
+        "transport": "one", "deterministic": True, "projection": "before", "mode": "eager", "merge_us": [],
+        "step_us": 1.0, "wire_bytes": 0, "tokens": trace.tokens.T.tolist(), "attention_difference": attention,
+        "logit_difference": logits,
+    }  # fmt: skip
+    return Variant(**{**given, **changes})
 
 
 def test_a_rank_that_chooses_alone_is_named(worlds: Worlds) -> None:
     other = worlds.whole.tokens.clone()
     other[5, 2] ^= 1
     reports = [_report(worlds.whole, worlds.whole), _report(worlds.whole._replace(tokens=other), worlds.whole)]
-    passed, failures = judge(reports)
+    passed, failures = judge(reports, "float32")
     assert not passed
     assert len(failures) == 1
     assert "rank 1" in failures[0]
@@ -223,7 +216,7 @@ def test_a_rank_that_chooses_alone_is_named(worlds: Worlds) -> None:
 def test_the_same_tokens_from_wrong_outputs_fail(worlds: Worlds, wrong: float) -> None:
     heads = worlds.whole.heads.clone()
     heads[3, 1, 0, 7, 2] += wrong
-    passed, failures = judge([_report(worlds.whole._replace(heads=heads), worlds.whole)])
+    passed, failures = judge([_report(worlds.whole._replace(heads=heads), worlds.whole)], "float32")
     assert not passed
     assert "attention is off" in failures[0]
 
@@ -237,139 +230,115 @@ def test_nothing_is_compared_after_tokens_parted(worlds: Worlds) -> None:
     assert differences(worlds.whole._replace(tokens=tokens, heads=heads), worlds.whole)[0] > 99
 
 
-# ---------------------------------------------------------------- the command
+def test_rounding_may_change_tokens_but_not_apart(worlds: Worlds) -> None:
+    """Partials in bfloat16: other tokens than in float32 are fine; ranks and deterministic transports agree."""
+    other, third = worlds.whole.tokens.clone(), worlds.whole.tokens.clone()
+    other[5, 2] ^= 1
+    third[7, 1] ^= 1
+
+    def reports(*by_rank: tuple[Tensor, Tensor], deterministic: bool = True) -> list[RankReport]:
+        """Of each rank, what it chose over two transports."""
+        found = []
+        for tokens in by_rank:
+            one, two = (
+                _variant(worlds.whole._replace(tokens=mine), worlds.whole, transport=name, deterministic=sure)
+                for mine, name, sure in zip(tokens, ("one", "two"), (True, deterministic), strict=True)
+            )
+            found.append(replace(_report(worlds.whole, worlds.whole), variants=[one, two]))
+        return found
+
+    assert judge(reports((other, other), (other, other)), "bfloat16").passed
+    assert not judge(reports((other, other), (other, other)), "float32").passed
+    parted = judge(reports((other, other), (other, third)), "bfloat16").failures
+    assert len(parted) == 1
+    assert "over two, eager, with W_UV before the merge: rank 1 chose another token than rank 0 over one" in parted[0]
+    assert not judge(reports((other, third), (other, third)), "bfloat16").passed
+    assert judge(reports((other, third), (other, third), deterministic=False), "bfloat16").passed
+    assert not judge(reports((other, third), (other, other), deterministic=False), "bfloat16").passed
 
 
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
-    """Exit status, standard output and standard error of `dcpcomm demo ARGUMENTS`."""
-    monkeypatch.setattr(sys, "argv", ["dcpcomm", "demo", *arguments])
-    with pytest.raises(SystemExit) as exit_:
-        main()
-    captured = capsys.readouterr()
-    return int(exit_.value.code or 0), captured.out, captured.err
+def test_of_short_partials_the_first_layer_is_compared(worlds: Worlds) -> None:
+    heads = worlds.whole.heads.clone()
+    heads[:, 1] += 100
+    assert differences(worlds.whole._replace(heads=heads), worlds.whole, 1)[0] == 0
+    heads[3, 0, 0, 7, 2] += 1
+    assert differences(worlds.whole._replace(heads=heads), worlds.whole, 1)[0] > 0.9
 
 
-def test_json_is_pure_and_passes(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    status, out, err = run(monkeypatch, capsys, "--json", "--tokens", "8", "--ranks", "4")
-    result = json.loads(out)
-    assert (status, err, result["passed"], result["failures"]) == (0, "", True, [])
-    assert result["ranks"] == 4
-    assert result["transport"] == "gloo_a2a"
-    assert 0 < result["empty_pairs"] < result["pairs"] == 4 * 4 * 2 * 8
-    assert all(r["tokens"] == r["reference_tokens"] and len(r["tokens"]) == 8 for r in result["requests"])
-    sent = {order["projection"]: order["wire_bytes_per_rank"] for order in result["orders"]}
-    assert 2 * sent["before"] < sent["after"]
-    assert all(len(order["merge_median_us"]) == 2 for order in result["orders"])
-    assert result["min_logit_margin"] > 100 * max(order["max_logit_difference"] for order in result["orders"])
+# ---------------------------------------------------------------- graphs and threads, as on a GPU
 
 
-def test_people_are_told_what_is_shown_and_that_it_passed(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+class Pretended:
+    """In the place of a graph: the step, made again by each replay, at a capture's time only noted."""
+
+    def __init__(self, step: Callable[[], Any], device: torch.device) -> None:
+        self.replay = step
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_step_that_is_replayed_chooses_what_an_eager_one_does(
+    worlds: Worlds, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    text = tmp_path / "text"
-    text.write_bytes(b"[bold]not markup[/]" * 500)
-    status, out, err = run(
-        monkeypatch, capsys, "--ranks", "2", "--tokens", "3", "--context", str(text), "--projection", "after"
-    )
-    assert (status, err) == (0, "")
-    lines = out.splitlines()
-    assert "KV cache sharded over 2 processes" in lines[0]
-    assert lines[-1].startswith("PASS")
-    assert "1308 more left out" in " ".join(out.split())
-    assert out.index("after merge") < out.index("before merge"), "the order that was asked for comes first"
+    """Every tensor of a step but its caches and its token is made in it, so that a replay finds what it wrote."""
+    monkeypatch.setattr(running, "captured", Pretended)
+
+    def body(group: Any) -> list[Trace]:
+        traces = []
+        for mode in ("eager", GRAPH):
+            common = {"max_tokens": 4, "num_heads": 24, "dtype": getattr(torch, dtype), "lse_base": "e"}
+            shape = dcpcomm.MergeShape(head_dim=64, v_head_dim=16, **common)
+            heads = dcpcomm.MergeShape(head_dim=16, scatter="none", **common)
+            with (
+                torch.inference_mode(),
+                dcpcomm.DCPMerger(group, shape, device="cpu") as merger,
+                dcpcomm.DCPMerger(group, heads, device="cpu") as gatherer,
+            ):
+                shard = ShardCache(worlds.decoder, *worlds.size, rank=group.rank, size=2, dtype=getattr(torch, dtype))
+                watch = Stopwatch(torch.device("cpu"), 2, lambda: None)
+                attention = MergedAttention(worlds.decoder, shard, merger, gatherer, 4, watch)
+                traces.append(
+                    decode(
+                        worlds.decoder, worlds.prompt, worlds.filled, worlds.lengths, worlds.tokens, attention,
+                        stopwatch=watch, mode=mode,
+                    )
+                )  # fmt: skip
+                assert [len(one) for one in (watch.steps_us, *watch.laps_us)] == [worlds.tokens] * 3
+        return traces
+
+    eager, replayed = zip(*LoopbackWorld(2, "cpu").run(body), strict=True)
+    for traces in (eager, replayed):
+        for field in Trace._fields:
+            assert torch.equal(getattr(traces[0], field), getattr(eager[0], field)), field
+            assert torch.equal(getattr(traces[1], field), getattr(eager[0], field)), field
+    if dtype == "float32":
+        assert torch.equal(eager[0].tokens, worlds.whole.tokens)
 
 
-def test_one_rank_needs_nobody(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    status, out, _ = run(monkeypatch, capsys, "--json", "--ranks", "1", "--tokens", "2", "--projection", "before")
-    result = json.loads(out)
-    assert (status, result["passed"], result["transport"], result["empty_pairs"]) == (0, True, None, 0)
-    assert [order["projection"] for order in result["orders"]] == ["before", "after"]
+def test_threads_over_every_transport_that_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on one GPU, but that the device is a CPU."""
+    monkeypatch.setattr(running, "_gpu", lambda: torch.device("cpu"))
+    told: list[Any] = []
+    settings = Settings(context=TEXT[:60], tokens=4, transport="all")
+    reports = run_threads(settings, 3, lambda rank, event: told.append((rank, *event)))
+    assert judge(reports, "float32") == (True, [])
+    used = {(variant.transport, variant.projection) for variant in reports[0].variants}
+    assert used == {
+        (name, order) for name in ("gloo_a2a", "loopback", "loopback_peer") for order in ("before", "after")
+    }
+    assert "works on cuda" in reports[0].skipped["nccl_a2a"]
+    assert {rank for rank, *_ in told} == {0}
+    assert all(0 < done <= total for _, done, total, _ in told)
 
 
-def run_rank_deaf_to_counts(settings: Settings) -> RankReport:
-    """`run_rank` with a merger that drops the valid counts."""
-    whole = dcpcomm.DCPMerger.merge_and_project
+def test_a_thread_that_fails_does_not_leave_the_others_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(running, "_gpu", lambda: torch.device("cpu"))
+    whole = Decoder.prefill
 
-    def deaf(self: Any, *args: Any, valid_counts: Any, **keywords: Any) -> Any:
-        return whole(self, *args, **keywords)
+    def fails(self: Any, *args: Any) -> Any:
+        if threading.current_thread().name == "rank 1":
+            raise ValueError("planted")
+        return whole(self, *args)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dcpcomm.DCPMerger, "merge_and_project", deaf)
-        return run_rank(settings)
-
-
-def test_a_merge_that_ignores_counts_fails_the_demo(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("dcpcomm.demo.run.run_rank", run_rank_deaf_to_counts)
-    status, out, _ = run(monkeypatch, capsys, "--json", "--tokens", "4", "--ranks", "4")
-    result = json.loads(out)
-    assert (status, result["passed"]) == (1, False)
-    assert any("chose another token" in failure for failure in result["failures"])
-    assert result["orders"][0]["max_attention_difference"] is None
-
-    show(result)
-    told = capsys.readouterr().out
-    assert "FAIL" in told
-    assert "not finite" in told
-    assert "PASS" not in told
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--ranks", "5"], "24 heads divide over 1, 2, 3, 4, 6, 8, 12, 24"),
-        (["--ranks", "0"], "--ranks is 0"),
-        (["--ranks", "-4"], "--ranks is -4"),
-        (["--tokens", "0"], "--tokens is 0; expected 1 or more"),
-        (["--context", "no/such/file"], "no/such/file: No such file"),
-        (["--context", "."], "Is a directory"),
-        (["--context", "EMPTY"], "is empty"),
-        (["--transport", "glo_a2a"], "did you mean 'gloo_a2a'"),
-    ],
-)
-def test_wrong_usage_is_one_line_and_status_2(
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-    arguments: list[str],
-    said: str,
-) -> None:
-    (tmp_path / "empty").touch()
-    status, out, err = run(monkeypatch, capsys, *(str(tmp_path / "empty") if a == "EMPTY" else a for a in arguments))
-    assert (status, out) == (2, "")
-    assert said in err
-    assert len(err.splitlines()) == 1
-
-
-def test_ranks_against_torchrun_is_refused_instead_of_ignored(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "1")):
-        monkeypatch.setenv(name, value)
-    status, _, err = run(monkeypatch, capsys, "--ranks", "4")
-    assert status == 2
-    assert "--ranks is 4, but torchrun started 2" in err
-
-
-def test_a_transport_that_cannot_serve_says_why(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    status, out, err = run(monkeypatch, capsys, "--ranks", "2", "--transport", "loopback")
-    assert (status, out) == (1, "")
-    assert "loopback" in err
-    assert "Traceback" not in err
-
-
-def test_under_torchrun_rank_0_alone_speaks() -> None:
-    launched = subprocess.run(
-        [
-            *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
-            *("-m", "dcpcomm", "demo", "--json", "--tokens", "2"),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
-    assert launched.returncode == 0, launched.stderr
-    assert json.loads(launched.stdout)["ranks"] == 2
+    monkeypatch.setattr(Decoder, "prefill", fails)
+    with pytest.raises(RankFailed, match="planted"):
+        run_threads(Settings(context=TEXT[:60], tokens=2, transport="loopback"), 2, lambda rank, event: None)

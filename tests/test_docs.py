@@ -149,7 +149,7 @@ def test_an_excerpt_is_in_its_file(page: Path, block: Block) -> None:
 def test_a_command_prints_what_the_page_shows(page: Path, block: Block) -> None:
     printed = run(block.mark.removeprefix("printed by: "), ROOT, COLUMNS="100")
     said = f"{page.name}:{block.line}: the command printed\n{printed}"
-    assert doctest.OutputChecker().check_output(f"...{block.text}...", printed, _SAME), said
+    assert doctest.OutputChecker().check_output(f"...{block.text.strip()}...", printed, _SAME), said
 
 
 PLUGIN_PAGE = ROOT / "docs/write-a-transport.md"

@@ -13,76 +13,29 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import dcpcomm
 from dcpcomm.backends import flashinfer_helix, flashinfer_library
 from dcpcomm.backends.flashinfer_helix import FlashInferHelix, HelixOptions
-from dcpcomm.backends.flashinfer_library import StoreComm
 from dcpcomm.backends.helix_entries import EntryLayout, lines_of
-from dcpcomm.backends.helix_twins import Twins
-from dcpcomm.errors import TransportTimeout, TransportUnavailable, VerificationFailed
+from dcpcomm.errors import TransportUnavailable, VerificationFailed
 from dcpcomm.launch import RankFailed
 from dcpcomm.registry import unregister_transport
 from dcpcomm.testing import LoopbackWorld, run_conformance
 from dcpcomm.testing.conformance import CASES
-from dcpcomm.topology import Facts
-from dcpcomm.transport import Capabilities, MergeShape
+from dcpcomm.transport import Capabilities
 from tests import helix_stand_in
 from tests.emulated import COMPILER, EmulatedKernels
 from tests.helix_on_cpu import HelixOnCpu
+from tests.helix_rig import TEARS, in_threads, merges, own_cache, shape_for
 from tests.helix_stand_in import comm
 from tests.nursery import Nursery
 from tests.pretend_gpu import pretend
-from tests.world import Raised, World, listening, meet, outcome, rank_of, size_of
+from tests.world import Raised, World, listening, meet, outcome
 
-#: One line in so many is torn. On Hopper, in entries of 16 KiB (139 lines), it is one in some thousands; and of 1 GiB
-#: that are sent there, this soak sends one MiB, in which some sixteen lines are torn for each rank.
-TEARS = "1000"
+__all__ = ["own_cache"]
 
-
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setenv("DCPCOMM_CACHE_DIR", str(tmp_path))
-    for variable in ("HELIX_STAND_IN_TEARS", "HELIX_STAND_IN_FAILS", flashinfer_helix.CHANNELS_VARIABLE):
-        monkeypatch.delenv(variable, raising=False)
-    dcpcomm.register_transport("helix_on_cpu", HelixOnCpu)
-    yield
-    unregister_transport("helix_on_cpu")
-
-
-def shape_for(n: int, **changes: Any) -> MergeShape:
-    given = {"max_tokens": 16, "num_heads": 8 * n, "head_dim": 64, "dtype": torch.bfloat16, "lse_base": "e"}
-    return MergeShape(**{**given, **changes})
-
-
-def config_for(level: str = "standard", **options: Any) -> dict[str, Any]:
-    return {"transport": "helix_on_cpu", "options": {"helix_on_cpu": options}, "verify": {"level": level}}
-
-
-def merges(group: Any, options: dict[str, Any], shape: dict[str, Any], count: int = 3) -> tuple[bool, str]:
-    """Whether all results were right, and what `explain` says of the transport."""
-    n, rank = size_of(group), rank_of(group)
-    mine = shape_for(n, **shape)
-    right = True
-    with dcpcomm.DCPMerger(group, mine, config_for(**options), device="cpu") as merger:
-        for number in range(count):
-            generator = torch.Generator().manual_seed(number)
-            outs = torch.randn(n, 12, mine.num_heads, mine.head_dim, generator=generator).to(mine.dtype)
-            lses = torch.randn(n, 12, mine.num_heads, generator=generator)
-            lses[:, 2] = -torch.inf
-            outs[1, 3], lses[1, 3] = torch.nan, torch.inf
-            want, want_lse = dcpcomm.reference.merge_partials(outs, lses, lse_base="e", scatter=mine.scatter)
-            got, lse = merger.merge(outs[rank], lses[rank], return_lse=True, channel=number % mine.channels, tag=number)
-            right &= torch.allclose(got.double(), want[rank], rtol=1e-2, atol=1e-2)
-            right &= torch.allclose(lse.double(), want_lse[rank], rtol=1e-5)
-        merger.check()
-        (said,) = re.findall(r"helix_on_cpu: in use, (.*)", merger.explain())
-    return right, said
-
-
-def in_threads(n: int, options: dict[str, Any], **shape: Any) -> list[tuple[bool, str]]:
-    return LoopbackWorld(n, device="cpu").run(merges, options, shape)
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 # ---------------------------------------------------------------- it moves rows
@@ -249,190 +202,6 @@ def test_another_width_and_another_library_are_another_proof() -> None:
 
     assert len({facts_of(), facts_of(head_dim=128), facts_of(dtype=torch.float16), facts_of(num_heads=32)}) == 4
     assert facts_of(max_tokens=99) == facts_of()
-
-
-# ---------------------------------------------------------------- twins
-
-
-def both() -> list[Twins]:
-    """A sender's and a receiver's."""
-    return [Twins(shape_for(2), 2, torch.device("cpu"), seed=5) for _ in range(2)]
-
-
-@pytest.mark.parametrize("half", [0, 1])
-def test_either_half_of_any_line_may_be_old(half: int) -> None:
-    sender, receiver = both()
-    out, lse = torch.randn(16, 2, 8, 64).bfloat16(), torch.randn(16, 2, 8)
-    old = None
-    for _ in range(3):
-        sent = sender.sent(out, lse, 0)
-        receiver._calls[0].copy_(sender._calls[0])
-        rows = sent.rows.clone()
-        halves = rows.view(torch.int64).view(-1, 2, 8)
-        if old is not None:
-            halves[:, half] = old.view(torch.int64).view(-1, 2, 8)[:, half]
-        got, got_lse = receiver.arrived(sent._replace(rows=rows), (16, 2, 8, 64), 0)
-        assert torch.equal(got, out)
-        assert torch.equal(got_lse, lse)
-        old = sent.rows
-    receiver.poll(0)
-    assert receiver.healed(0) == 2 * len(halves)
-
-
-@pytest.mark.parametrize("word", [0, 6, 7])
-def test_a_piece_lost_in_both_halves_makes_its_row_nan_and_is_told(word: int) -> None:
-    sender, receiver = both()
-    out, lse = torch.randn(4, 2, 8, 64).bfloat16(), torch.full((4, 2, 8), -torch.inf)
-    sent = sender.sent(out, lse, 0)
-    receiver._calls[0].copy_(sender._calls[0])
-    sent.rows.view(torch.int64).view(-1, 2, 2, 8)[7, 1, :, word] ^= 1 << 40
-    got, got_lse = receiver.arrived(sent, (4, 2, 8, 64), 0)
-    broken = got.isnan().any(-1).any(-1)
-    assert int(broken.sum()) == 1
-    assert bool((got_lse[broken] > 1e38).all()), "under -inf the row would silently be left out"
-    assert torch.equal(got[~broken], out[~broken])
-    with pytest.raises(VerificationFailed, match="1 pieces of 56 bytes came wrong in both"):
-        receiver.poll(0)
-
-
-def test_rows_of_another_call_do_not_prove_right() -> None:
-    """An earlier call's message, whole and well formed: a rank that skipped a merge, say."""
-    sender, receiver = both()
-    out, lse = torch.randn(4, 2, 8, 64).bfloat16(), torch.randn(4, 2, 8)
-    early = sender.sent(out, lse, 0)
-    early = early._replace(rows=early.rows.clone())
-    sender.sent(out, lse, 0)
-    receiver._calls[0].copy_(sender._calls[0])
-    got, _ = receiver.arrived(early, (4, 2, 8, 64), 0)
-    assert bool(got.isnan().all())
-    with pytest.raises(VerificationFailed):
-        receiver.poll(0)
-
-
-# ---------------------------------------------------------------- reasons and remedies
-
-
-def facts(place: str, size: int = 2, device: str = "cuda") -> Facts:
-    return Facts(0, size, "host", device, place, torch.__version__)
-
-
-def test_what_can_not_be_is_told_with_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert HelixOnCpu.check(facts("sm_90")).ok
-    old = HelixOnCpu.check(facts("sm_80"))
-    assert "needs sm_90" in old.reason
-    assert "nccl_a2a" in old.remedy
-    monkeypatch.setattr(HelixOnCpu, "package", "there.is.no.such")
-    monkeypatch.setattr(flashinfer_library.importlib.util, "find_spec", lambda name: None)
-    absent = HelixOnCpu.check(facts("sm_90"))
-    assert (absent.ok, absent.reason) == (False, "FlashInfer isn't installed")
-    assert "dcpcomm[cu12]" in absent.remedy
-
-
-def test_virtual_ranks_that_would_wait_for_each_other_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "3 ranks may not fit on one GPU" in HelixOnCpu.check(facts("loopback", 3)).reason
-    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    assert "CUDA_DEVICE_MAX_CONNECTIONS" in HelixOnCpu.check(facts("loopback")).remedy
-    assert HelixOnCpu.check(facts("loopback", 3, "cpu")).ok
-
-
-@pytest.mark.parametrize(
-    ("said", "remedy"),
-    [
-        ("Could not find nvcc and default cuda_home='/usr/local/cuda' doesn't exist", "CUDA_HOME"),
-        ("[Errno 2] No such file or directory: 'ninja'", "pip install ninja"),
-        ("JIT compilation is disabled via FLASHINFER_DISABLE_JIT environment variable", "unset FLASHINFER_DISABLE_JIT"),
-        ("No supported CUDA architectures found for major versions [9, 10, 11, 12].", "sm_90 or later"),
-        ("[Errno 13] Permission denied: '/root/.cache/flashinfer'", "FLASHINFER_WORKSPACE_BASE"),
-        ("Ninja build failed. Ninja output: error: identifier is undefined", "DCPCOMM_LOG=info"),
-    ],
-)
-def test_what_keeps_it_from_compiling_has_a_remedy(said: str, remedy: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HELIX_STAND_IN_FAILS", said)
-    verdict = HelixOnCpu.load(facts("sm_90"))
-    assert not verdict.ok
-    assert "FlashInfer 0.0.stand-in can't compile its exchange here: RuntimeError: " in verdict.reason
-    assert remedy in verdict.remedy
-    with pytest.raises(RankFailed, match=r"fell at import on rank 0: FlashInfer 0\.0\.stand-in can't compile"):
-        in_threads(2, {})
-
-
-def test_imports_that_fail_and_versions_that_are_too_old_have_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
-    def lacks(package: str) -> Any:
-        raise ModuleNotFoundError("No module named 'cuda'", name="cuda")
-
-    def broken(package: str) -> Any:
-        raise OSError("libcuda.so.1: cannot open shared object file " + "x" * 1000)
-
-    monkeypatch.setattr(flashinfer_library, "library", lacks)
-    verdict = HelixOnCpu.load(facts("sm_90"))
-    assert "No module named 'cuda'" in verdict.reason
-    assert "provides 'cuda'" in verdict.remedy
-    monkeypatch.setattr(flashinfer_library, "library", broken)
-    verdict = HelixOnCpu.load(facts("sm_90"))
-    assert "libcuda.so.1" in verdict.reason
-    assert len(verdict.reason) < 400
-    monkeypatch.setattr(flashinfer_library, "library", lambda package: SimpleNamespace())
-    verdict = HelixOnCpu.load(facts("sm_90"))
-    assert "0.0.stand-in has no decode_cp_a2a_workspace_size" in verdict.reason
-    assert "0.7.4" in verdict.remedy
-
-
-def test_options_that_exclude_each_other_are_told() -> None:
-    for more in ({"allow_unverified": True}, {"heads_per_entry": 4}):
-        config = {"transport": "flashinfer_helix", "options": {"flashinfer_helix": {"checked": True, **more}}}
-        with pytest.raises(dcpcomm.ConfigError, match="checked proves all rows"):
-            dcpcomm.load_config(config)
-
-
-# ---------------------------------------------------------------- meeting over the store
-
-
-def comms(n: int, deadline_s: float = 20.0) -> list[StoreComm]:
-    store = dist.HashStore()
-    groups = [SimpleNamespace(rank=rank, size=n, store=lambda purpose: store) for rank in range(n)]
-    return [StoreComm(group, "helix", deadline_s) for group in groups]  # type: ignore[arg-type]
-
-
-def test_what_flashinfer_gathers_comes_back_by_rank() -> None:
-    met = comms(3)
-    sent = ("host", None, b"\x00\xff", 7)
-
-    def body(group: Any) -> Any:
-        mine = met[group.rank].Split(0, group.rank)
-        mine.barrier()
-        gathered = mine.allgather((group.rank, *sent))
-        return gathered, mine.bcast(f"from {group.rank}", 2), mine.Get_size(), mine.Get_rank()
-
-    for rank, (gathered, cast, size, place) in enumerate(LoopbackWorld(3, device="cpu").run(body)):
-        assert gathered == tuple((other, *sent) for other in range(3))
-        assert (cast, size, place) == ("from 2", 3, rank)
-
-
-def test_who_fails_or_does_not_come_is_named() -> None:
-    first, second = comms(2)
-    second.fail(OSError("no memory left"))
-    with pytest.raises(TransportUnavailable, match="rank 1 could not set FlashInfer up: OSError: no memory left"):
-        first.barrier()
-    with pytest.raises(TransportTimeout, match=r"rank 1, 2 did not arrive within 0.05 s") as caught:
-        comms(3, 0.05)[0].barrier()
-    assert caught.value.ranks == (1, 2)
-
-
-def test_a_group_that_is_split_otherwise_is_refused() -> None:
-    met = comms(2)
-
-    def body(group: Any) -> Any:
-        return outcome(met[group.rank].Split, group.rank, 0)
-
-    assert all(isinstance(one, Raised) for one in LoopbackWorld(2, device="cpu").run(body))
-
-
-def test_ranks_whose_kernels_would_not_meet_are_told_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    card = flashinfer_library.gpu_card
-    places = iter([{"processors": 132}, {"processors": 66}])
-    monkeypatch.setattr(flashinfer_library, "gpu_card", lambda device: next(places, card(device)))
-    with pytest.raises(RankFailed, match=r"multiprocessors is (132|66) on rank 0 and (132|66) on rank 1"):
-        in_threads(2, {})
 
 
 # ---------------------------------------------------------------- processes: trial, workspaces, ends

@@ -120,3 +120,25 @@ def test_where_processes_cant_be_forked_each_starts_by_itself(monkeypatch: pytes
         with pytest.raises(RankFailed, match="the process of rank 1 ended with status -15"):
             ranks.run(ends, 1, int(signal.SIGTERM))
         assert not ranks.alive
+
+
+def own_of_each() -> tuple[str, int]:
+    """With three GPUs that aren't there; and the one that was made current."""
+    import torch
+
+    current: list[torch.device] = []
+    real = torch.cuda.is_available, torch.cuda.device_count, torch.cuda.set_device
+    torch.cuda.is_available, torch.cuda.device_count, torch.cuda.set_device = lambda: True, lambda: 3, current.append
+    try:
+        assert str(dcpcomm.launch.own_device("cpu")) == "cpu"
+        assert not current
+        found = str(dcpcomm.launch.own_device(None))
+        assert str(dcpcomm.launch.own_device("cuda")) == found
+    finally:
+        torch.cuda.is_available, torch.cuda.device_count, torch.cuda.set_device = real
+    return found, current[0].index
+
+
+def test_ranks_of_a_command_have_a_gpu_each_as_far_as_there_are() -> None:
+    with LocalRanks(4) as ranks:
+        assert ranks.run(own_of_each) == [(f"cuda:{index}", index) for index in (0, 1, 2, 0)]

@@ -2,8 +2,9 @@
 
     dcpcomm.adapters.vllm       in the place of vLLM's, and what its plug-in swaps in
     dcpcomm.adapters.sglang     the same for SGLang
+    dcpcomm.adapters.torch_op   merges as operators of torch, for what compiles; registered when it is imported
 
-What both share is here. docs/adopt-in-an-engine.md shows it in use.
+What the first two share is here. docs/adopt-in-an-engine.md shows it in use.
 """
 
 from __future__ import annotations

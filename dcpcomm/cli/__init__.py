@@ -30,8 +30,13 @@ COMMANDS = {
     "probe": ("dcpcomm.cli.probe:probe", "What this machine offers: GPUs, links, libraries, transports."),
     "explain": ("dcpcomm.cli.explain:explain", "What would be chosen for a shape and a configuration, and why."),
     "verify": ("dcpcomm.cli.verify:verify", "Prove one or all transports on this machine."),
+    "bench": ("dcpcomm.cli.bench:bench", "Time merges over a sweep: checked, against the limit and rivals."),
     "tune": ("dcpcomm.cli.tune:tune", "Measure this machine, and write its cost table."),
     "conformance": ("dcpcomm.cli.conformance:conformance", "Run the conformance suite on a transport."),
+    "workspace": (
+        "dcpcomm.cli.workspace:workspace",
+        "Bytes for the TRT-LLM sparse-MLA workspace at a DCP decode shape.",
+    ),
     "doctor": ("dcpcomm.cli.doctor:doctor", "One report to paste into a bug."),
     "config": ("dcpcomm.cli.config:app", "Check a configuration file, or print the schema."),
 }

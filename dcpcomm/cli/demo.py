@@ -1,4 +1,4 @@
-"""`dcpcomm demo`: decode with the KV cache sharded over N processes, to the very tokens of one process."""
+"""`dcpcomm demo`: decode with the KV cache sharded over N ranks, to the very tokens of one that holds it whole."""
 
 from __future__ import annotations
 
@@ -14,21 +14,24 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dcpcomm.cli.shape import on_ranks
+from dcpcomm.cli.shape import Device, Dtype, on_ranks
 from dcpcomm.cli.terminal import stdout_kept_clean
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from dcpcomm.demo.run import Judgement, RankReport, Settings
+    from dcpcomm.demo.judge import Judgement, RankReport, Variant
+    from dcpcomm.demo.run import Settings
 
 __all__ = ["MAX_CONTEXT", "demo", "show"]
 
 DEFAULT_RANKS = 4
 _KEY = (
     "W_UV turns the latent that attention returns into a head's output. Before the merge it makes what is sent "
-    "smaller, but every rank projects all heads. Times: the median of a layer's merges on the slowest rank. Sent: by "
-    "a rank in one merge. Difference: the largest of attention outputs to those of one process."
+    "smaller, but every rank projects all heads. Times in us, the median over steps on the slowest rank: of the layer "
+    "whose merge takes longest, and of a whole step; share: of the step, in merges. Sent: bytes of a rank in one "
+    "merge. Difference: the largest of attention outputs to those of one rank that holds the whole cache; where "
+    "partials are shorter than float32, in the first layer, as then others may attend to other entries."
 )
 #: Bytes of a file that are read: every rank prefills them all, in a time that grows with their square.
 MAX_CONTEXT = 8192
@@ -45,7 +48,10 @@ class Projection(str, Enum):
 def demo(
     ranks: Annotated[
         int | None,
-        typer.Option(help=f"Processes to shard the KV cache over; {DEFAULT_RANKS}, or those of torchrun."),
+        typer.Option(
+            help=f"Ranks to shard the KV cache over; {DEFAULT_RANKS}, or those of torchrun. Processes, with a GPU "
+            "each; where there are fewer GPUs, threads that share one."
+        ),
     ] = None,
     context: Annotated[
         Path | None,
@@ -57,18 +63,34 @@ def demo(
         typer.Option(help="Project by W_UV before or after the merge; both are shown, this one first."),
     ] = Projection.auto,
     transport: Annotated[
-        str, typer.Option(help="What carries the merges, a name in `dcpcomm list`; auto: dcpcomm's choice.")
+        str,
+        typer.Option(
+            help="What carries the merges, a name in `dcpcomm list`; auto: dcpcomm's choice; all: each that can."
+        ),
     ] = "auto",
+    dtype: Annotated[
+        Dtype,
+        typer.Option(
+            help="Of the partials. Shorter than float32, rounding chooses other tokens than one rank's; they must be "
+            "the same on all ranks, and over all transports that are deterministic."
+        ),
+    ] = Dtype.float32,
+    device: Device = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON to standard output.")] = False,
 ) -> None:
-    """Decode with a small sparse-MLA model, its KV cache sharded over N local processes.
+    """Decode with a small sparse-MLA model, its KV cache sharded over N local ranks.
 
-    The tokens must be those that one process with the whole cache chooses.
+    The tokens must be those that one rank with the whole cache chooses. On GPUs every decode is made twice: eagerly,
+    and with each step the replay of one CUDA graph.
 
     Exit status: 0 they are, 1 they aren't, 2 wrong usage.
     """
-    from dcpcomm.demo.run import Settings, judge, run_rank
+    import torch
+
+    from dcpcomm.demo.judge import judge
+    from dcpcomm.demo.run import Settings, run_rank, run_threads
     from dcpcomm.errors import ConfigError
+    from dcpcomm.launch import under_torchrun
     from dcpcomm.registry import load_transport
 
     text, source, left_out = _read(context)
@@ -79,23 +101,35 @@ def demo(
         tokens=tokens,
         projection=projection.value,
         transport=None if transport == "auto" else transport,
+        dtype=dtype.value,
+        device=device,
     )
     size = _world_size(ranks, settings.decoder.num_heads)
-    if settings.transport is not None:
-        load_transport(settings.transport)  # says what is wrong with the name before any process is started
+    if transport not in ("auto", "all"):
+        load_transport(transport)  # says what is wrong with the name before any rank is started
 
-    with _progress(f"starting {size} process" + "es" * (size > 1)) as on_event, stdout_kept_clean():
-        reports = on_ranks(run_rank, size, settings, on_event=on_event)
+    gpus = 0 if device == "cpu" or under_torchrun() else torch.cuda.device_count()
+    threads = 0 < gpus < size
+    with _progress(f"starting {_plural(size, threads)}") as on_event, stdout_kept_clean():
+        if threads:
+            reports: list[RankReport] | None = run_threads(settings, size, on_event)
+        else:
+            reports = on_ranks(run_rank, size, settings, on_event=on_event)
     if reports is None:  # another rank than 0 under torchrun
         return
-    judgement = judge(reports)
-    result = _result(settings, reports, judgement, source, left_out)
+    judgement = judge(reports, settings.dtype)
+    result = _result(settings, reports, judgement, source, left_out, threads)
     if as_json:
         print(json.dumps(result, indent=2, allow_nan=False))
     else:
         show(result)
     if not judgement.passed:
         raise typer.Exit(1)
+
+
+def _plural(ranks: int, threads: bool) -> str:
+    one, more = ("thread on one GPU", "threads on one GPU") if threads else ("process", "processes")
+    return f"{ranks} {one if ranks == 1 else more}"
 
 
 def _read(path: Path | None) -> tuple[bytes, str, int]:
@@ -153,31 +187,28 @@ def _progress(first: str) -> Iterator[Callable[[int, Any], None]]:
 
 
 def _result(
-    settings: Settings, reports: list[RankReport], judgement: Judgement, source: str, left_out: int
+    settings: Settings, reports: list[RankReport], judgement: Judgement, source: str, left_out: int, threads: bool
 ) -> dict[str, Any]:
     """What `--json` prints. A figure that is no finite number is null."""
-    from dcpcomm.demo.run import NEAR_TIE, TOLERANCE, prefixes
+    from dcpcomm.demo.judge import NEAR_TIE, TOLERANCE
+    from dcpcomm.demo.run import prefixes
 
     first, reference = reports[0], reports[0].reference
     assert reference is not None
     config = settings.decoder
-
-    def finite(value: float) -> float | None:
-        return value if math.isfinite(value) else None
-
     return {
         "passed": judgement.passed,
         "failures": judgement.failures,
         "ranks": len(reports),
-        "transport": first.transport,
+        "ranks_are": "threads on one GPU" if threads else "processes",
+        "devices": [report.device for report in reports],
         "model": {
             "layers": config.num_layers,
             "num_heads": config.num_heads,
             "kv_lora_rank": config.kv_lora_rank,
             "v_head_dim": config.v_head_dim,
             "top_k": list(config.top_k),
-            "dtype": "float32",
-            "device": "cpu",
+            "dtype": settings.dtype,
             "seed": config.seed,
         },
         "context": {"source": source, "bytes": len(settings.context), "bytes_left_out": left_out},
@@ -188,32 +219,41 @@ def _result(
                 "tokens": mine,
                 "text": repr(bytes(mine))[2:-1],
                 "reference_tokens": whole,
-                "equal": all(o.tokens[row] == whole for report in reports for o in report.orders),
+                "equal": all(v.tokens[row] == whole for report in reports for v in report.variants),
             }
             for row, (length, mine, whole) in enumerate(
-                zip(prefixes(settings.context), first.orders[0].tokens, reference.tokens, strict=True)
+                zip(prefixes(settings.context), first.variants[0].tokens, reference.tokens, strict=True)
             )
         ],
         "empty_pairs": sum(report.empty for report in reports),
         "pairs": sum(report.pairs for report in reports),
-        "orders": [
-            {
-                "projection": order.projection,
-                "merge_median_us": [
-                    round(max(us), 1) for us in zip(*(report.orders[i].merge_us for report in reports), strict=True)
-                ],
-                "wire_bytes_per_rank": max(report.orders[i].wire_bytes for report in reports),
-                "max_attention_difference": finite(order.attention_difference),
-                "max_logit_difference": finite(order.logit_difference),
-            }
-            for i, order in enumerate(first.orders)
-        ],
-        "tolerance": TOLERANCE,
+        "variants": [_variant(list(same)) for same in zip(*(report.variants for report in reports), strict=True)],
+        "skipped": first.skipped,
+        "tolerance": TOLERANCE[settings.dtype],
         "near_tie": min(reference.logit_margin, reference.choice_gap) < NEAR_TIE,
-        "min_logit_margin": finite(reference.logit_margin),
-        "min_choice_gap": finite(reference.choice_gap),
+        "min_logit_margin": _finite(reference.logit_margin),
+        "min_choice_gap": _finite(reference.choice_gap),
         "explain": first.explained.splitlines(),
     }
+
+
+def _variant(by_rank: list[Variant]) -> dict[str, Any]:
+    first = by_rank[0]
+    return {
+        "transport": first.transport,
+        "mode": first.mode,
+        "projection": first.projection,
+        "merge_median_us": [round(max(us), 1) for us in zip(*(one.merge_us for one in by_rank), strict=True)],
+        "step_median_us": round(max(one.step_us for one in by_rank), 1),
+        "merge_share": round(max(sum(one.merge_us) / one.step_us for one in by_rank), 3),
+        "wire_bytes_per_rank": max(one.wire_bytes for one in by_rank),
+        "max_attention_difference": _finite(first.attention_difference),
+        "max_logit_difference": _finite(first.logit_difference),
+    }
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
 
 
 def show(result: dict[str, Any]) -> None:
@@ -223,20 +263,27 @@ def show(result: dict[str, Any]) -> None:
     from rich.text import Text
 
     console = Console(highlight=False, markup=False, emoji=False)
-    ranks = result["ranks"]
-    processes = f"{ranks} process" + "es" * (ranks > 1)
-    console.print(f"Sparse-MLA decode, its KV cache sharded over {processes}, checked by one process", style="bold")
-    for part in (_facts(result), _generated(result), _orders(result)):
+    ranks = _plural(result["ranks"], "threads" in result["ranks_are"])
+    console.print(f"Sparse-MLA decode, its KV cache sharded over {ranks}, checked by one", style="bold")
+    for part in (_facts(result), _generated(result), _variants(result)):
         console.print()
         console.print(part)
     console.print(Padding(_KEY, (0, 2)), style="dim")
+    for name, reason in result["skipped"].items():
+        console.print(Padding(Text(f"skipped  {name}: {reason}"), (0, 2)), style="dim")
     console.print()
     console.print(_near_ties(result))
     console.print()
     if result["passed"]:
-        console.print(Text("PASS  ", "bold green"), f"{processes} chose the very tokens of one process.", sep="")
+        console.print(Text("PASS  ", "bold green"), _passed(result, ranks), sep="")
     for failure in result["failures"]:
         console.print(Text("FAIL  ", "bold red"), failure, sep="")
+
+
+def _passed(result: dict[str, Any], ranks: str) -> str:
+    if all(request["equal"] for request in result["requests"]):
+        return f"{ranks} chose the very tokens of one."
+    return f"{ranks} chose the same tokens; {result['model']['dtype']} rounds to others than one chose in float32."
 
 
 def _facts(result: dict[str, Any]) -> Table:
@@ -245,10 +292,11 @@ def _facts(result: dict[str, Any]) -> Table:
     ranks, model, context = result["ranks"], result["model"], result["context"]
     *lengths, last = (str(request["context_bytes"]) for request in result["requests"])
     left_out = f" ({context['bytes_left_out']} more left out)" if context["bytes_left_out"] else ""
+    devices = ", ".join(dict.fromkeys(result["devices"]))
     facts = Table.grid(padding=(0, 2))
     facts.add_row(
         "model",
-        f"{model['layers']} layers, {model['num_heads']} heads, random weights; {model['dtype']} on {model['device']}",
+        f"{model['layers']} layers, {model['num_heads']} heads, random weights; {model['dtype']} partials on {devices}",
     )
     facts.add_row("requests", f"the first {', '.join(lengths)} and {last} bytes of {context['source']}{left_out}")
     facts.add_row("sharding", f"KV entry i lies on rank i mod {ranks}")
@@ -258,7 +306,8 @@ def _facts(result: dict[str, Any]) -> Table:
         f"in {result['empty_pairs']} of {result['pairs']} cases a rank held none of a row's chosen entries, "
         "and brought NaN to the merge on purpose",
     )
-    facts.add_row("merge", f"over {result['transport']}" if ranks > 1 else "one rank has nobody to merge with")
+    names = list(dict.fromkeys(str(variant["transport"]) for variant in result["variants"]))
+    facts.add_row("merge", f"over {', '.join(names)}" if ranks > 1 else "one rank has nobody to merge with")
     return facts
 
 
@@ -269,33 +318,51 @@ def _generated(result: dict[str, Any]) -> Table:
     table = Table("context", "generated: noise, being untrained, but the same noise", "same", box=None, padding=(0, 2))
     table.columns[0].justify = "right"
     table.columns[1].overflow = "fold"
+    bad = "yellow" if result["passed"] else "bold red"
     for request in result["requests"]:
-        same = Text("yes", "green") if request["equal"] else Text("NO", "bold red")
+        same = Text("yes", "green") if request["equal"] else Text("NO", bad)
         # Text, because generated bytes may hold brackets, which rich would take for markup.
         table.add_row(f"{request['context_bytes']} B", Text(request["text"]), same)
     return table
 
 
-def _orders(result: dict[str, Any]) -> Table:
+def _variants(result: dict[str, Any]) -> Table:
     from rich.table import Table
 
+    variants = result["variants"]
+    several = len({(one["transport"], one["mode"]) for one in variants}) > 1
     table = Table(box=None, padding=(0, 2))
+    for name in ("transport", "mode") if several else ():
+        table.add_column(name)
     table.add_column("W_UV")
-    for name in (*(f"layer {i}" for i in range(result["model"]["layers"])), "sent", "difference"):
+    for name in ("merge", "step", "share", "sent", "difference"):
         table.add_column(name, justify="right")
-    for order in result["orders"]:
+    for one in variants:
         table.add_row(
-            f"{order['projection']} merge",
-            *(f"{us:,.0f} us" for us in order["merge_median_us"]),
-            f"{order['wire_bytes_per_rank']:,} B",
-            _figure(order["max_attention_difference"]),
+            *((str(one["transport"]), one["mode"]) if several else ()),
+            one["projection"],
+            f"{max(one['merge_median_us']):,.0f}",
+            f"{one['step_median_us']:,.0f}",
+            f"{one['merge_share']:.0%}",
+            f"{one['wire_bytes_per_rank']:,}",
+            _figure(one["max_attention_difference"]),
         )
     return table
 
 
 def _near_ties(result: dict[str, Any]) -> str:
     """What rounding may do to a token, and how far it was from doing it here."""
-    logits = [order["max_logit_difference"] for order in result["orders"]]
+    logits, dtype = [one["max_logit_difference"] for one in result["variants"]], result["model"]["dtype"]
+    if dtype != "float32":
+        pairs = [
+            pair for one in result["requests"] for pair in zip(one["tokens"], one["reference_tokens"], strict=True)
+        ]
+        same = sum(a == b for a, b in pairs)
+        return (
+            f"Partials are rounded to {dtype}, which now and then chooses other entries and tokens than float32 does: "
+            f"{same} of {len(pairs)} tokens are the same here. The ranks must agree with each other all the same, and "
+            "so must transports that are deterministic."
+        )
     closest = f"{_figure(result['min_logit_margin'])} between the two best logits"
     if result["min_choice_gap"] is not None:
         closest += (

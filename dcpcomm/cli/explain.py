@@ -66,8 +66,9 @@ def explain(
 
 def decide(shape: MergeShape, config: str | None, device: str | None) -> tuple[str, dict[str, Any]]:
     """On one rank: the explanation, and the decision as plain data."""
+    from dcpcomm.launch import own_device
     from dcpcomm.merger import DCPMerger
 
-    with DCPMerger(None, shape, config, device) as merger:
+    with DCPMerger(None, shape, config, own_device(device)) as merger:
         decision = asdict(merger.decision)
         return merger.explain(), {"transports": merger.transports, **decision, "device_bytes": merger.device_bytes}

@@ -52,6 +52,14 @@ class Scatter(str, Enum):
     none = "none"
 
 
+def _known_device(device: str | None) -> str | None:
+    from dcpcomm.errors import ConfigError
+
+    if device not in (None, "cpu", "cuda"):
+        raise ConfigError(f"--device is {device!r}; expected cpu or cuda")
+    return device
+
+
 Ranks = Annotated[int, typer.Option(help="N, local processes to start; under torchrun its ranks are used.")]
 Tokens = Annotated[int, typer.Option("--max-tokens", help="B, most rows of one exchange.")]
 Heads = Annotated[int, typer.Option("--num-heads", help="H, attention heads of the group.")]
@@ -61,7 +69,8 @@ DtypeOption = Annotated[Dtype, typer.Option("--dtype", help="Of the partials.")]
 LseBase = Annotated[Base, typer.Option("--lse-base", help="Of the LSE.")]
 ScatterOption = Annotated[Scatter, typer.Option("--scatter", help="What is divided over ranks in the result.")]
 Device = Annotated[
-    str | None, typer.Option(help="Where the partials are: cpu or cuda; default: cuda where there is one.")
+    str | None,
+    typer.Option(callback=_known_device, help="Where the partials are: cpu or cuda; default: cuda where there is one."),
 ]
 Channels = Annotated[int, typer.Option(help="Independent streams of calls.")]
 

@@ -5,16 +5,14 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import sys
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from dcpcomm.cli.shape import Device, Dtype, DtypeOption, HeadDim, Heads, Ranks, VHeadDim, on_ranks
-from dcpcomm.cli.terminal import stdout_kept_clean
+from dcpcomm.cli.terminal import bar_of_cells, stdout_kept_clean
 
 if TYPE_CHECKING:
     from dcpcomm.bench.renewal import Renewal
@@ -61,8 +59,6 @@ def tune(
     from dcpcomm.launch import under_torchrun
     from dcpcomm.registry import load_transport
 
-    if device not in (None, "cpu", "cuda"):
-        raise ConfigError(f"--device is {device!r}; expected cpu or cuda")
     if output is not None and not output.absolute().parent.is_dir():
         raise ConfigError(f"--output {output}: there is no folder {output.absolute().parent}")
     for name in transport or []:
@@ -82,7 +78,7 @@ def tune(
         tuple(transport or ()), given, num_heads, head_dim, value, dtype.value, sizes, passes, rounds, device, fresh
     )
     plan.shape(head_dim).check_world_size(size)
-    with stdout_kept_clean(), _progress(size) as on_event:
+    with stdout_kept_clean(), bar_of_cells(f"starting {size} ranks") as on_event:
         answers = on_ranks(measure, ranks, plan, on_event=on_event, timeout_s=_PATIENCE_S)
     if answers is None:  # another rank than 0 under torchrun
         return
@@ -167,36 +163,3 @@ def _show(measured: Measured, path: Path, renewal: Renewal, elsewhere: bool) -> 
 
 def _bytes(count: int) -> str:
     return f"{count >> 10} KiB" if count >= 1024 else f"{count} B"
-
-
-@contextlib.contextmanager
-def _progress(ranks: int) -> Iterator[Callable[[int, Any], None]]:
-    """A bar on standard error while the block runs, if that is a terminal; yields what takes events."""
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
-
-    columns = (
-        TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn(),
-    )  # fmt: skip
-    console = Console(stderr=True)
-    silent = not sys.stderr.isatty() or os.environ.get("RANK", "0") != "0"  # torchrun's ranks share one terminal
-    with Progress(*columns, console=console, transient=True, disable=silent) as bar:
-        task = bar.add_task(f"starting {ranks} ranks", total=None)
-
-        def on_event(rank: int, event: tuple[str, Any]) -> None:
-            kind, value = event
-            if rank:
-                return
-            if kind == "total":
-                bar.update(task, total=value, completed=-1)  # the first cell is begun, not done
-            else:
-                bar.update(task, description=str(value), advance=1 if bar.tasks[task].total is not None else 0)
-
-        yield on_event

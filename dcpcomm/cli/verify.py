@@ -110,17 +110,17 @@ def prove(
 ) -> list[dict[str, Any]]:
     """On one rank: a row for each transport."""
     from dcpcomm.errors import TransportUnavailable, VerificationFailed
-    from dcpcomm.launch import emit
+    from dcpcomm.launch import emit, own_device
     from dcpcomm.merger import DCPMerger
 
-    rows = []
+    rows, own = [], own_device(device)
     for name in names:
         emit(f"verifying {name}")
         started = time.monotonic()
         config = {"transport": name, "verify": {"level": level, "deadline_s": deadline_s}}
         verdict, why = _PROVEN, ""
         try:
-            DCPMerger(None, shape, config, device).close()
+            DCPMerger(None, shape, config, own).close()
         except VerificationFailed as error:
             verdict, why = _WRONG, _reason(error)
         except TransportUnavailable as error:

@@ -12,10 +12,11 @@ shard is done as an engine does it:
 * Entry i lives on rank (i // interleave) % N. A rank attends with all heads to those of the chosen entries
   that it owns, often none (Helix, arXiv 2507.07120).
 
-Words: B rows, one per sequence; T positions; H heads; L, P, V and I, the widths of a latent, a rope key, a
-    head's
-output and an index key; J index heads; k chosen entries. Tensors are float32 unless they hold positions,
-tokens or counts.
+A step asks nothing of the host, so that a CUDA graph can hold it.
+
+Words: B rows, one per sequence; T positions; H heads; L, P, V and I, the widths of a latent, a rope key, a head's
+output and an index key; J index heads; k chosen entries. Tensors are float32 unless they hold positions, tokens or
+counts; a shard's partials may be shorter.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from torch import Tensor
 from torch.nn.functional import silu, softplus
 
 __all__ = [
+    "CPU",
     "Attention",
     "Decoder",
     "DecoderConfig",
@@ -41,6 +43,7 @@ __all__ = [
     "fill",
 ]
 
+CPU = torch.device("cpu")
 VOCABULARY = 256
 _PREFILL_ROWS = 256
 
@@ -125,11 +128,11 @@ class _Projected(NamedTuple):
 class Layer:
     """One layer's weights, and the two halves of its work: before attention and after it."""
 
-    def __init__(self, config: DecoderConfig, generator: torch.Generator) -> None:
+    def __init__(self, config: DecoderConfig, generator: torch.Generator, device: torch.device) -> None:
         c = self.config = config
 
         def weight(fan_in: int, *shape: int) -> Tensor:
-            return torch.randn(*shape, generator=generator) / math.sqrt(fan_in)
+            return (torch.randn(*shape, generator=generator) / math.sqrt(fan_in)).to(device)
 
         self.q_down = weight(c.hidden, c.hidden, c.q_lora_rank)
         self.q_up = 2 * weight(c.q_lora_rank, c.q_lora_rank, c.num_heads * (c.nope_dim + c.rope_dim))
@@ -169,25 +172,26 @@ class Layer:
     def _rotate(self, x: Tensor, positions: Tensor) -> Tensor:
         """Rotary embedding of the last axis of `x`; `positions` broadcasts against `x` without that axis."""
         half = x.shape[-1] // 2
-        frequency = self.config.rope_theta ** (-torch.arange(half) / half)
+        frequency = self.config.rope_theta ** (-torch.arange(half, device=x.device) / half)
         angle = positions[..., None] * frequency
         a, b = x[..., :half], x[..., half:]
         return torch.cat((a * angle.cos() - b * angle.sin(), a * angle.sin() + b * angle.cos()), dim=-1)
 
 
 class Decoder:
-    """The model: the same weights on every rank, from `config.seed` alone."""
+    """The model: the same weights on every rank, from `config.seed` alone, whatever the device."""
 
-    def __init__(self, config: DecoderConfig) -> None:
-        self.config = config
+    def __init__(self, config: DecoderConfig, device: torch.device = CPU) -> None:
+        self.config, self.device = config, device
         generator = torch.Generator().manual_seed(config.seed)
-        self.embedding = torch.randn(VOCABULARY, config.hidden, generator=generator)
-        self.layers = [Layer(config, generator) for _ in config.top_k]
-        self.head = torch.randn(config.hidden, VOCABULARY, generator=generator) / math.sqrt(config.hidden)
+        self.embedding = torch.randn(VOCABULARY, config.hidden, generator=generator).to(device)
+        self.layers = [Layer(config, generator, device) for _ in config.top_k]
+        head = torch.randn(config.hidden, VOCABULARY, generator=generator) / math.sqrt(config.hidden)
+        self.head = head.to(device)
 
     def prefill(self, tokens: Tensor, on_rows: Callable[[int], None] = lambda rows: None) -> Prefill:
         """Run `tokens` `[T]` through all layers, in one place. `on_rows` hears of rows done, T a layer."""
-        positions = torch.arange(len(tokens))
+        positions = torch.arange(len(tokens), device=self.device)
         hidden = self.embedding[tokens]
         filled = Prefill([], [])
         for layer, top_k in zip(self.layers, self.config.top_k, strict=True):
@@ -206,7 +210,7 @@ class Decoder:
 
     def step(self, tokens: Tensor, positions: Tensor, index: IndexCache, attention: Attention) -> Step:
         """Feed one token per sequence, `tokens` `[B]` at `positions` `[B]`; both caches grow by these."""
-        rows = torch.arange(len(tokens))
+        rows = torch.arange(len(tokens), device=self.device)
         hidden = self.embedding[tokens]
         heads, gaps = [], []
         for i, (layer, top_k) in enumerate(zip(self.layers, self.config.top_k, strict=True)):
@@ -223,8 +227,9 @@ class Decoder:
 class IndexCache:
     """Index keys `[B, capacity, I]` of all positions, by layer. Every rank holds them all."""
 
-    def __init__(self, config: DecoderConfig, batch: int, capacity: int) -> None:
-        self.keys = [torch.zeros(batch, capacity, config.index_dim) for _ in config.top_k]
+    def __init__(self, decoder: Decoder, batch: int, capacity: int) -> None:
+        width, device = decoder.config.index_dim, decoder.device
+        self.keys = [torch.zeros(batch, capacity, width, device=device) for _ in decoder.layers]
 
     def append(self, layer: int, rows: Tensor, positions: Tensor, keys: Tensor) -> None:
         self.keys[layer][rows, positions] = keys
@@ -235,13 +240,14 @@ class WholeCache:
 
     def __init__(self, decoder: Decoder, batch: int, capacity: int) -> None:
         self._decoder = decoder
-        self._entries = [torch.zeros(batch, capacity, decoder.config.entry_dim) for _ in decoder.layers]
+        width, device = decoder.config.entry_dim, decoder.device
+        self._entries = [torch.zeros(batch, capacity, width, device=device) for _ in decoder.layers]
 
     def append(self, layer: int, rows: Tensor, positions: Tensor, entries: Tensor) -> None:
         self._entries[layer][rows, positions] = entries
 
     def attend(self, layer: int, query: Tensor, chosen: Tensor) -> Tensor:
-        entries = self._entries[layer][torch.arange(len(query))[:, None], chosen.clamp(min=0)]
+        entries = self._entries[layer][torch.arange(len(query), device=query.device)[:, None], chosen.clamp(min=0)]
         latent = _softmax_attention(query, entries, chosen >= 0, self._decoder.config)
         return torch.einsum("bhl,hlv->bhv", latent, self._decoder.layers[layer].w_uv)
 
@@ -253,19 +259,30 @@ class ShardCache:
         batch, capacity: sequences, and positions of each over all ranks.
         rank, size: which share of how many.
         interleave: neighbouring positions that stay together.
+        dtype: of the latents that `partial` returns.
     """
 
     def __init__(
-        self, config: DecoderConfig, batch: int, capacity: int, *, rank: int, size: int, interleave: int = 1
+        self,
+        decoder: Decoder,
+        batch: int,
+        capacity: int,
+        *,
+        rank: int,
+        size: int,
+        interleave: int = 1,
+        dtype: torch.dtype = torch.float32,
     ) -> None:
-        self.config, self.rank, self.size, self.interleave = config, rank, size, interleave
-        slots = -(-capacity // (size * interleave)) * interleave
-        self._entries = [torch.zeros(batch, slots, config.entry_dim) for _ in config.top_k]
+        self.config, self.rank, self.size, self.interleave, self.dtype = decoder.config, rank, size, interleave, dtype
+        self.slots = -(-capacity // (size * interleave)) * interleave
+        # One slot more takes what others own: to leave it out would mean to ask how much it is.
+        width, device = self.config.entry_dim, decoder.device
+        self._entries = [torch.zeros(batch, self.slots + 1, width, device=device) for _ in decoder.layers]
 
     def append(self, layer: int, rows: Tensor, positions: Tensor, entries: Tensor) -> None:
         """Keep those of `entries` `[n, L + P]` whose positions this rank owns."""
-        own = self._owns(positions)
-        self._entries[layer][rows[own], self._slots(positions[own])] = entries[own]
+        slots = torch.where(self._owns(positions), self._slots(positions), self.slots)
+        self._entries[layer][rows, slots] = entries
 
     def partial(self, layer: int, query: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Attention of `query` `[B, H, L + P]` to those positions of `chosen` `[B, k]` that this rank owns.
@@ -276,18 +293,14 @@ class ShardCache:
             may: the count alone tells.
         """
         own = self._owns(chosen) & (chosen >= 0)
-        counts = own.sum(1)
-        width = int(counts.max())
-        first_own = (~own).int().argsort(dim=1, stable=True)[:, :width]
-        positions, valid = chosen.gather(1, first_own), own.gather(1, first_own)
-        rows = torch.arange(len(query))[:, None]
-        entries = self._entries[layer][rows, torch.where(valid, self._slots(positions), 0)]
-        scores = _scores(query, entries, valid, self.config)
+        rows = torch.arange(len(query), device=query.device)[:, None]
+        entries = self._entries[layer][rows, torch.where(own, self._slots(chosen), 0)]
+        scores = _scores(query, entries, own, self.config)
         lse = scores.logsumexp(-1)
         latent = (scores - lse[..., None]).exp() @ entries[..., : self.config.kv_lora_rank]
-        empty = counts == 0
-        latent[empty], lse[empty] = torch.nan, 0.0
-        return latent, lse, counts.int()
+        counts = own.sum(1)
+        lse = lse.masked_fill((counts == 0)[:, None], 0.0)  # and the latent is NaN by -inf minus -inf
+        return latent.to(self.dtype), lse, counts.int()
 
     def _owns(self, positions: Tensor) -> Tensor:
         return positions // self.interleave % self.size == self.rank
@@ -301,7 +314,7 @@ class ShardCache:
 def fill(filled: Prefill, lengths: Sequence[int], cache: Attention, index: IndexCache) -> None:
     """Give sequence b the first `lengths[b]` positions of a prefilled text, in `cache` and in `index`."""
     for row, length in enumerate(lengths):
-        positions = torch.arange(length)
+        positions = torch.arange(length, device=filled.entries[0].device)
         rows = torch.full_like(positions, row)
         for layer, (entries, keys) in enumerate(zip(*filled, strict=True)):
             index.append(layer, rows, positions, keys[:length])
@@ -334,10 +347,10 @@ def _index_scores(query: Tensor, weight: Tensor, keys: Tensor) -> Tensor:
 
 def _choose(scores: Tensor, positions: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
     """The best of `scores` `[n, S]` up to a row's own position: places `[n, k]`, -1 for none; gaps `[n]`."""
-    future = torch.arange(scores.shape[1]) > positions[:, None]
+    future = torch.arange(scores.shape[1], device=scores.device) > positions[:, None]
     best, where = scores.masked_fill(future, -torch.inf).topk(min(top_k + 1, scores.shape[1]))
     chosen = torch.where(best > -torch.inf, where, -1)[:, :top_k]
     if best.shape[1] <= top_k:
-        return chosen, torch.full((len(scores),), torch.inf)
+        return chosen, torch.full((len(scores),), torch.inf, device=scores.device)
     gap = best[:, top_k - 1] - best[:, top_k]
     return chosen, torch.where(gap.isnan(), torch.inf, gap)  # -inf minus -inf: fewer than top_k to choose from

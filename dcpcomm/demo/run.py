@@ -1,17 +1,17 @@
-"""The demonstration: decode with the KV cache in shards and with it whole, and judge if the tokens agree.
+"""The demonstration: decode with the KV cache in shards and with it whole, over one transport or over all.
 
 `run_rank` runs on every rank. All ranks hold the same weights and prefill the same text. Then each keeps only
-its share of the KV cache, and from there on they meet in `DCPMerger.merge_and_project`, and in an all-gather
-of the finished heads before the output projection. Rank 0 then decodes once more by itself, with the whole
-cache and a plain softmax. `judge` compares.
+its share of the KV cache, and from there on they meet in mergers alone: in `merge_and_project`, and in a second merger
+that brings the finished heads together before the output projection. Rank 0 then decodes once more by itself, with the
+whole cache and a plain softmax. `judge` compares.
 """
 
 from __future__ import annotations
 
 import statistics
-import time
+import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import dcpcomm
+from dcpcomm.demo.judge import RankReport, Trace, Variant, compared, summary
 from dcpcomm.demo.model import (
     Attention,
     Decoder,
@@ -26,28 +27,21 @@ from dcpcomm.demo.model import (
     IndexCache,
     Prefill,
     ShardCache,
+    Step,
     WholeCache,
     fill,
 )
-from dcpcomm.launch import emit
+from dcpcomm.demo.stopwatch import Stopwatch
+from dcpcomm.errors import TransportTimeout, TransportUnavailable
+from dcpcomm.graphs import captured
+from dcpcomm.launch import emit, own_device
+from dcpcomm.registry import load_transport, registered_transports
+from dcpcomm.testing import LoopbackWorld
 
-__all__ = [
-    "NEAR_TIE",
-    "TOLERANCE",
-    "Judgement",
-    "Order",
-    "RankReport",
-    "Reference",
-    "Settings",
-    "judge",
-    "prefixes",
-    "run_rank",
-]
+__all__ = ["Settings", "decode", "prefixes", "run_rank", "run_threads"]
 
-#: Heads' outputs are of order 1; summing float32 in another order moves them by about 1e-6. This is a fault.
-TOLERANCE = 1e-4
-#: Scores nearer to each other than this may change places by rounding.
-NEAR_TIE = 1e-5
+EAGER, GRAPH = "eager", "graph"
+_MEETING_S = 120.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,8 +52,11 @@ class Settings:
         context: the text, its bytes being the tokens.
         tokens: how many to generate for each request.
         projection: the order in which `DCPMerger` projects and merges: "before", "after" or "auto".
-        transport: a registered name, or None to leave the choice to dcpcomm.
+        transport: a registered name, "all" for every one that can carry the merges, or None to leave the choice to
+            dcpcomm.
         interleave: neighbouring KV entries that stay on one rank.
+        dtype: of the partials and of W_UV.
+        device: "cpu", "cuda", or None for a GPU where there is one.
     """
 
     context: bytes
@@ -67,109 +64,64 @@ class Settings:
     projection: str = "auto"
     transport: str | None = None
     interleave: int = 1
+    dtype: str = "float32"
+    device: str | None = None
     decoder: DecoderConfig = field(default_factory=DecoderConfig)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Order:
-    """One rank's decode with one projection order.
-
-    Args:
-        projection: "before" or "after" the merge.
-        tokens: generated, `[B][K]`.
-        merge_us: the median over the steps, by layer.
-        wire_bytes: sent to peers in one layer of one step.
-        attention_difference, logit_difference: the largest to one process, over steps with equal inputs; on
-            rank 0 only.
+class Place(NamedTuple):
+    """A rank's: what its mergers take as group, which of how many it is, its device, and what returns on the host
+    when all ranks have come.
     """
 
-    projection: str
-    tokens: list[list[int]]
-    merge_us: list[float]
-    wire_bytes: int
-    attention_difference: float = 0.0
-    logit_difference: float = 0.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Reference:
-    """What one process with the whole cache did.
-
-    Args:
-        tokens: generated, `[B][K]`.
-        logit_margin: the smallest distance between the two best logits.
-        choice_gap: the smallest distance between the index scores of the last entry chosen and the first left
-            out.
-    """
-
-    tokens: list[list[int]]
-    logit_margin: float
-    choice_gap: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class RankReport:
-    """What one rank did.
-
-    Args:
-        orders: both, first the one that was asked for or chosen.
-        empty, pairs: for how many rows, over all layers and steps, it owned none of the chosen entries; of
-            how many.
-        transport: its name; None in a group of one.
-        explained: how dcpcomm chose the transport and the order.
-        reference: on rank 0 only.
-    """
-
-    orders: list[Order]
-    empty: int
-    pairs: int
-    transport: str | None
-    explained: str
-    reference: Reference | None = None
-
-
-class Judgement(NamedTuple):
-    """Whether the demonstration holds, and why not."""
-
-    passed: bool
-    failures: list[str]
+    group: Any
+    rank: int
+    size: int
+    device: torch.device
+    meet: Callable[[], None]
 
 
 class MergedAttention:
-    """A shard of the KV cache, and attention over all shards by a merger: `Attention` for N processes."""
+    """A shard of the KV cache, and attention over all shards by a merger: `Attention` for N ranks.
 
-    def __init__(self, decoder: Decoder, shard: ShardCache, merger: dcpcomm.DCPMerger) -> None:
-        self._shard, self._merger = shard, merger
-        mine = decoder.config.num_heads // shard.size
-        heads = slice(shard.rank * mine, (shard.rank + 1) * mine)
-        self._w_uv = [merger.gather_w_uv(layer.w_uv[heads]) for layer in decoder.layers]
-        self.merge_us: list[list[float]] = [[] for _ in decoder.layers]
-        self.empty = self.pairs = 0
+    Args:
+        merger: of latents; divides heads over ranks.
+        gatherer: a merger of finished heads. Each head is on one rank alone, with weight 1: all get it bit for bit.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        shard: ShardCache,
+        merger: dcpcomm.DCPMerger,
+        gatherer: dcpcomm.DCPMerger,
+        batch: int,
+        stopwatch: Stopwatch,
+    ) -> None:
+        self._shard, self._merger, self._gatherer, self._stopwatch = shard, merger, gatherer, stopwatch
+        config, dtype, device = decoder.config, shard.dtype, decoder.device
+        mine = config.num_heads // shard.size
+        self._mine = slice(shard.rank * mine, (shard.rank + 1) * mine)
+        self._w_uv = [merger.gather_w_uv(layer.w_uv[self._mine].to(dtype)) for layer in decoder.layers]
+        # What other ranks hold is garbage here, and has no influence: its LSE says that there is none.
+        self._heads = torch.full((batch, config.num_heads, config.v_head_dim), torch.nan, dtype=dtype, device=device)
+        self._lse = torch.full((batch, config.num_heads), -torch.inf, device=device)
+        self._lse[:, self._mine] = 0.0
+        self.empty = torch.zeros((), dtype=torch.int64, device=device)
 
     def append(self, layer: int, rows: Tensor, positions: Tensor, entries: Tensor) -> None:
         self._shard.append(layer, rows, positions, entries)
 
     def attend(self, layer: int, query: Tensor, chosen: Tensor) -> Tensor:
         latent, lse, counts = self._shard.partial(layer, query, chosen)
-        self.empty += int((counts == 0).sum())
-        self.pairs += len(counts)
-        dist.barrier()  # or the merge's time would include waiting for a rank whose attention took longer
-        start = time.perf_counter()
-        out = self._merger.merge_and_project(latent, lse, self._w_uv[layer], valid_counts=counts, tag=layer)
-        self.merge_us[layer].append((time.perf_counter() - start) * 1e6)
-        assert isinstance(out, Tensor)  # a pair only with return_lse
-        everyone = [torch.empty_like(out) for _ in range(self._shard.size)]
-        dist.all_gather(everyone, out.contiguous())
-        return torch.cat(everyone, dim=1)
-
-
-class Trace(NamedTuple):
-    """All K steps of a decode: `tokens` `[K, B]`, and each field of `Step` stacked on a first axis, K."""
-
-    tokens: Tensor
-    logits: Tensor
-    heads: Tensor
-    gaps: Tensor
+        self.empty += (counts == 0).sum()
+        with self._stopwatch.lap(layer):
+            self._merger.merge_and_project(
+                latent, lse, self._w_uv[layer], valid_counts=counts, out=self._heads[:, self._mine], tag=layer
+            )
+        heads = self._gatherer.merge(self._heads, self._lse, tag=layer)
+        assert isinstance(heads, Tensor)  # a pair only with return_lse
+        return heads.float()
 
 
 def prefixes(context: bytes) -> list[int]:
@@ -178,67 +130,184 @@ def prefixes(context: bytes) -> list[int]:
 
 
 def run_rank(settings: Settings) -> RankReport:
-    """One rank's part; collective over the default process group. Rank 0 emits `(done, total, what)`."""
-    rank, size = dist.get_rank(), dist.get_world_size()
-    config = settings.decoder
-    lengths = prefixes(settings.context)
-    batch, capacity = len(lengths), len(settings.context) + settings.tokens
-    progress = _Progress(rank, config.num_layers * len(settings.context), settings.tokens * 3)
+    """One rank's part, in a process of its own; collective over the default process group. Rank 0 emits
+    `(done, total, what)`.
+    """
+    place = Place(None, dist.get_rank(), dist.get_world_size(), own_device(settings.device), dist.barrier)
+    return run(settings, place, emit)
 
+
+def run_threads(settings: Settings, size: int, on_event: Callable[[int, Any], None]) -> list[RankReport]:
+    """All ranks' parts, as threads that share one GPU."""
+    world, device = LoopbackWorld(size), _gpu()
+    barrier = threading.Barrier(size, timeout=_MEETING_S)
+
+    def meet() -> None:
+        try:
+            barrier.wait()
+        except threading.BrokenBarrierError:
+            raise TransportTimeout("another rank has failed, or did not come in time", ()) from None
+
+    def body(group: Any) -> RankReport:
+        place = Place(group, group.rank, size, device, meet)
+        try:
+            return run(settings, place, lambda event: on_event(0, event))
+        except BaseException:
+            barrier.abort()
+            raise
+
+    return world.run(body, timeout_s=600.0)
+
+
+def _gpu() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def run(settings: Settings, place: Place, say: Callable[[Any], None]) -> RankReport:
+    """One rank's part."""
     with torch.inference_mode():
-        decoder = Decoder(config)
-        prompt = torch.tensor(list(settings.context))
+        demonstration = _Demonstration(settings, place, say)
+        names: list[str | None] = [settings.transport]
+        if settings.transport == "all":
+            names = list(registered_transports()) if place.size > 1 else [None]
+        skipped: dict[str, str] = {}
+        for name in names:
+            try:
+                demonstration.try_transport(name)
+            except TransportUnavailable as error:
+                if settings.transport != "all":
+                    raise
+                skipped[str(name)] = str(error).splitlines()[-1].strip().removeprefix(f"{name}: ")
+        return demonstration.report(skipped)
+
+
+class _Demonstration:
+    """What a rank keeps from one variant to the next."""
+
+    def __init__(self, settings: Settings, place: Place, say: Callable[[Any], None]) -> None:
+        self._settings, self._place = settings, place
+        self._on_gpu = place.device.type == "cuda"
+        self._lengths = prefixes(settings.context)
+        self._batch, self._capacity = len(self._lengths), len(settings.context) + settings.tokens
+        self._decoder = Decoder(settings.decoder, place.device)
+        self._prompt = torch.tensor(list(settings.context), device=place.device)
+        self._progress = _Progress(say if place.rank == 0 else lambda event: None)
         # The last byte of each request's context is its first decode step: every token comes of a merge.
-        filled = decoder.prefill(prompt[:-1], progress.prefilled)
+        self._filled = self._decoder.prefill(
+            self._prompt[:-1],
+            lambda rows: self._progress.more(
+                rows, settings.decoder.num_layers * len(settings.context), "reading the context"
+            ),
+        )
+        self._variants: list[Variant] = []
+        self._empty, self._explained = 0, ""
+        self._whole: Trace | None = None
+        if place.rank == 0 or self._on_gpu:
+            cache = WholeCache(self._decoder, self._batch, self._capacity)
+            self._whole = self._decoded(cache, "decoding on one rank")
+        if self._on_gpu:
+            # What is done for the first time waits for the GPU, and might for ranks on it that wait for this one.
+            self._decoded(_Rehearsal(self._decoder, self._shard()), "rehearsing")
+        place.meet()
 
-        def run(attention: Attention, what: str) -> Trace:
-            return decode(decoder, prompt, filled, lengths, settings.tokens, attention, lambda: progress.decoded(what))
+    def try_transport(self, name: str | None) -> None:
+        """Decode over it, or over what dcpcomm chooses, in all ways.
 
-        def run_merged(projection: str) -> tuple[Trace, RankReport]:
-            with _merger(settings, batch, projection) as merger:
-                order = merger.projection_order(batch)
-                shard = ShardCache(config, batch, capacity, rank=rank, size=size, interleave=settings.interleave)
-                attention = MergedAttention(decoder, shard, merger)
-                trace = run(attention, f"decoding on {size} ranks, W_UV {order} the merge")
-                merger.check()
-                report = Order(
-                    projection=order,
-                    tokens=trace.tokens.T.tolist(),
-                    merge_us=[statistics.median(times) for times in attention.merge_us],
-                    wire_bytes=merger.wire_bytes(
-                        batch, config.v_head_dim if order == "before" else config.kv_lora_rank
-                    ),
-                )
-                return trace, RankReport(
-                    orders=[report],
-                    empty=attention.empty,
-                    pairs=attention.pairs,
-                    transport=merger.transport_for(batch),
-                    explained=merger.explain(),
-                )
+        Raises:
+            TransportUnavailable: it can't carry the merges, on any rank.
+        """
+        capturable = name is None or load_transport(name).capabilities.graph_capturable
+        for mode in [EAGER, GRAPH] if self._on_gpu and capturable else [EAGER]:
+            first = self._merged(name, self._settings.projection, mode)
+            other = self._merged(name, "after" if first.projection == "before" else "before", mode)
+            self._variants += [first, other]
 
-        trace, report = run_merged(settings.projection)
-        other_trace, other = run_merged("after" if report.orders[0].projection == "before" else "before")
-        orders = report.orders + other.orders
-        if rank:
-            return replace(report, orders=orders)
-        whole = run(WholeCache(decoder, batch, capacity), "decoding on one rank")
-        orders = [_compared(order, t, whole) for order, t in zip(orders, (trace, other_trace), strict=True)]
-        return replace(report, orders=orders, reference=_summary(whole))
+    def report(self, skipped: dict[str, str]) -> RankReport:
+        if not self._variants:
+            raise TransportUnavailable("; ".join(f"{name}: {reason}" for name, reason in skipped.items()))
+        rank, device = self._place.rank, self._place.device
+        return RankReport(
+            variants=self._variants,
+            skipped=skipped,
+            empty=self._empty,
+            pairs=self._settings.tokens * self._batch * len(self._decoder.layers),
+            device=torch.cuda.get_device_name(device) if self._on_gpu else "cpu",
+            explained=self._explained,
+            reference=summary(self._whole) if rank == 0 and self._whole is not None else None,
+        )
+
+    def _merged(self, name: str | None, projection: str, mode: str) -> Variant:
+        config, place, batch = self._settings.decoder, self._place, self._batch
+        with (
+            self._merger(name, mode, config.kv_lora_rank, projection, v_head_dim=config.v_head_dim) as merger,
+            self._merger(name, mode, config.v_head_dim, projection, scatter="none") as gatherer,
+        ):
+            carrier, order = merger.transport_for(batch), merger.projection_order(batch)
+            stopwatch = Stopwatch(place.device, config.num_layers, place.meet)
+            attention = MergedAttention(self._decoder, self._shard(), merger, gatherer, batch, stopwatch)
+            what = f"decoding on {place.size} ranks over {carrier}, {mode}, W_UV {order} the merge"
+            trace = self._decoded(attention, what, stopwatch, mode)
+            merger.check()
+            gatherer.check()
+            if not self._variants and not self._explained:
+                self._empty, self._explained = int(attention.empty), merger.explain()
+            variant = Variant(
+                transport=carrier,
+                deterministic=carrier is None or load_transport(carrier).capabilities.deterministic,
+                projection=order,
+                mode=mode,
+                tokens=trace.tokens.T.tolist(),
+                merge_us=[statistics.median(times) for times in stopwatch.laps_us],
+                step_us=statistics.median(stopwatch.steps_us),
+                wire_bytes=merger.wire_bytes(batch, config.v_head_dim if order == "before" else config.kv_lora_rank),
+            )
+        return (
+            variant
+            if place.rank or self._whole is None
+            else compared(variant, trace, self._whole, self._settings.dtype)
+        )
+
+    def _decoded(self, attention: Attention, what: str, stopwatch: Stopwatch | None = None, mode: str = EAGER) -> Trace:
+        return decode(
+            self._decoder, self._prompt, self._filled, self._lengths, self._settings.tokens, attention,
+            on_step=lambda: self._progress.more(1, self._settings.tokens, what),
+            stopwatch=stopwatch, mode=mode, meet=self._place.meet,
+        )  # fmt: skip
+
+    def _shard(self) -> ShardCache:
+        place, settings = self._place, self._settings
+        return ShardCache(
+            self._decoder, self._batch, self._capacity, rank=place.rank, size=place.size,
+            interleave=settings.interleave, dtype=getattr(torch, settings.dtype),
+        )  # fmt: skip
+
+    def _merger(self, name: str | None, mode: str, width: int, projection: str, **more: Any) -> dcpcomm.DCPMerger:
+        shape = dcpcomm.MergeShape(
+            max_tokens=self._batch,
+            num_heads=self._settings.decoder.num_heads,
+            head_dim=width,
+            dtype=getattr(torch, self._settings.dtype),
+            lse_base="e",
+            require_graph=mode == GRAPH,
+            **more,
+        )
+        choice = {"projection": projection} | ({"transport": name} if name else {})
+        return dcpcomm.DCPMerger(self._place.group, shape, config=choice, device=self._place.device)
 
 
-def _merger(settings: Settings, batch: int, projection: str) -> dcpcomm.DCPMerger:
-    config = settings.decoder
-    shape = dcpcomm.MergeShape(
-        max_tokens=batch,
-        num_heads=config.num_heads,
-        head_dim=config.kv_lora_rank,
-        dtype=torch.float32,
-        lse_base="e",
-        v_head_dim=config.v_head_dim,
-    )
-    choice = {"projection": projection} | ({"transport": settings.transport} if settings.transport else {})
-    return dcpcomm.DCPMerger(None, shape, config=choice, device="cpu")
+class _Rehearsal:
+    """As `MergedAttention`, but for the merges."""
+
+    def __init__(self, decoder: Decoder, shard: ShardCache) -> None:
+        self._decoder, self._shard = decoder, shard
+
+    def append(self, layer: int, rows: Tensor, positions: Tensor, entries: Tensor) -> None:
+        self._shard.append(layer, rows, positions, entries)
+
+    def attend(self, layer: int, query: Tensor, chosen: Tensor) -> Tensor:
+        latent, _, counts = self._shard.partial(layer, query, chosen)
+        latent = latent.nan_to_num(0.0) * (counts > 0)[:, None, None]
+        return torch.einsum("bhl,hlv->bhv", latent, self._decoder.layers[layer].w_uv.to(latent.dtype)).float()
 
 
 def decode(
@@ -248,101 +317,57 @@ def decode(
     lengths: list[int],
     tokens: int,
     attention: Attention,
+    *,
     on_step: Callable[[], None] = lambda: None,
+    stopwatch: Stopwatch | None = None,
+    mode: str = EAGER,
+    meet: Callable[[], None] = lambda: None,
 ) -> Trace:
-    """Greedy decode, `tokens` steps; sequence b continues the first `lengths[b]` tokens of `prompt` `[T]`."""
-    index = IndexCache(decoder.config, len(lengths), len(prompt) + tokens)
+    """Greedy decode, `tokens` steps; sequence b continues the first `lengths[b]` tokens of `prompt` `[T]`.
+
+    Args:
+        mode: "eager", or "graph": the whole step is captured once and replayed.
+        meet: of all ranks, on the host.
+    """
+    device = decoder.device
+    stopwatch = stopwatch or Stopwatch(device, 0, meet)
+    index = IndexCache(decoder, len(lengths), len(prompt) + tokens)
     fill(filled, [length - 1 for length in lengths], attention, index)
-    positions = torch.tensor(lengths) - 1
+    positions = torch.tensor(lengths, device=device) - 1
     token = prompt[positions]
+    latest: Step
+
+    def step() -> None:
+        nonlocal latest
+        latest = decoder.step(token, positions, index, attention)
+        token.copy_(latest.logits.argmax(-1))
+        positions.add_(1)
+
+    if mode == GRAPH:
+        replay = captured(step, device).replay
+        meet()  # a capture takes memory, which may wait for a replay of another rank on this GPU, which waits for us
+    else:
+        replay = step
     chosen, steps = [], []
     for _ in range(tokens):
-        step = decoder.step(token, positions, index, attention)
-        token, positions = step.logits.argmax(-1), positions + 1
-        chosen.append(token)
-        steps.append(step)
+        with stopwatch.step():
+            replay()
+        chosen.append(token.clone())
+        steps.append([part.clone() for part in latest])  # the next replay writes there
         on_step()
     logits, heads, gaps = (torch.stack(part) for part in zip(*steps, strict=True))
     return Trace(torch.stack(chosen), logits, heads, gaps)
 
 
-def _summary(whole: Trace) -> Reference:
-    """What there is to say of the decode that all others are held to."""
-    best = whole.logits.topk(2).values
-    return Reference(
-        tokens=whole.tokens.T.tolist(),
-        logit_margin=float((best[..., 0] - best[..., 1]).min()),
-        choice_gap=float(whole.gaps.min()),
-    )
-
-
-def differences(trace: Trace, whole: Trace) -> tuple[float, float]:
-    """The largest absolute differences of heads' outputs and of logits, over steps that fed the same tokens.
-
-    A NaN counts as an infinite difference.
-    """
-    diverged = (trace.tokens != whole.tokens).int()
-    comparable = diverged.cumsum(0) - diverged == 0  # [K, B]: up to the first step that chose differently
-    largest = []
-    for a, b in ((trace.heads.movedim(1, 2), whole.heads.movedim(1, 2)), (trace.logits, whole.logits)):
-        by_step = (a - b).abs().flatten(2).amax(-1)[comparable]
-        largest.append(float(torch.where(by_step.isnan(), torch.inf, by_step).max()))
-    return largest[0], largest[1]
-
-
-def judge(reports: list[RankReport]) -> Judgement:
-    """Passed: all ranks chose one process's tokens, in both orders, and outputs differ by rounding alone."""
-    reference = reports[0].reference
-    assert reference is not None
-    failures = []
-    for i, order in enumerate(reports[0].orders):
-        how = f"with W_UV {order.projection} the merge"
-        for rank, report in enumerate(reports):
-            where = _first_difference(report.orders[i].tokens, reference.tokens)
-            if where is not None:
-                failures.append(
-                    f"{how}, rank {rank} chose another token than one process did, "
-                    f"first in request {where[0]} at token {where[1]}"
-                )
-        if not order.attention_difference <= TOLERANCE:
-            failures.append(
-                f"{how}, attention is off by {order.attention_difference:.2g}; "
-                f"rounding explains no more than {TOLERANCE:g}"
-            )
-    return Judgement(not failures, failures)
-
-
-def _compared(order: Order, trace: Trace, whole: Trace) -> Order:
-    attention, logits = differences(trace, whole)
-    return replace(order, attention_difference=attention, logit_difference=logits)
-
-
-def _first_difference(tokens: list[list[int]], expected: list[list[int]]) -> tuple[int, int] | None:
-    """(request, token) of the earliest token that isn't as expected."""
-    places = [
-        (step, request)
-        for request, (got, want) in enumerate(zip(tokens, expected, strict=True))
-        for step, (a, b) in enumerate(zip(got, want, strict=True))
-        if a != b
-    ]
-    return min(places)[::-1] if places else None
-
-
 class _Progress:
-    """Counts what is done, and emits it from rank 0."""
+    """Counts what is done of the part at hand, and tells."""
 
-    _STEP = 64  # a decode step takes about as long as this many rows of prefill in one layer
+    def __init__(self, say: Callable[[Any], None]) -> None:
+        self._say, self._part, self._done = say, "", 0
 
-    def __init__(self, rank: int, prefill_rows: int, steps: int) -> None:
-        self._emit: Callable[[Any], None] = emit if rank == 0 else lambda event: None
-        self._done, self._total = 0, prefill_rows + steps * self._STEP
-
-    def prefilled(self, rows: int) -> None:
-        self._report(rows, "reading the context")
-
-    def decoded(self, what: str) -> None:
-        self._report(self._STEP, what)
-
-    def _report(self, more: int, what: str) -> None:
-        self._done += more
-        self._emit((self._done, self._total, what))
+    def more(self, units: int, total: int, part: str) -> None:
+        """`units` more of the `total` that `part` takes."""
+        if part != self._part:
+            self._part, self._done = part, 0
+        self._done += units
+        self._say((self._done, total, part))

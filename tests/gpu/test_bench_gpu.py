@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from dcpcomm.bench.checked import Checked
 from dcpcomm.bench.limits import Gate, Limits, Probe, measure_limits
 from dcpcomm.bench.measure import Inputs, Settings
 from dcpcomm.bench.ranks import Meeting, Ranks, ThreadRanks
+from dcpcomm.bench.result import Result
 from dcpcomm.bench.rivals import FourLaunchPut
 from dcpcomm.bench.timing import Times, settle, time_graph
 from dcpcomm.testing import LoopbackWorld
@@ -99,28 +100,38 @@ def test_the_four_launches_are_right_eager_and_replayed(n: int, dtype: torch.dty
         assert all(us > 0 for one in times for us in one.us)
 
 
-def test_one_row_from_end_to_end(tmp_path: Path) -> None:
-    file = tmp_path / "merge.json"
+def command(tmp_path: Path, *words: str) -> Result:
+    """`dcpcomm bench` on virtual ranks, which are right."""
+    file = tmp_path / "result.json"
     # A process of its own: streams need their own queues, which is settled before CUDA starts.
-    command = [
-        sys.executable,
-        "-m",
-        "dcpcomm.bench.merge",
-        "--rows",
-        "4",
-        "--replays",
-        "10",
-        "--rivals",
-        "--json",
-        file,
-    ]
+    line = [sys.executable, "-m", "dcpcomm", "bench", "--transport", "loopback_peer", "--replays", "10", *words]
     done = subprocess.run(
-        command, capture_output=True, text=True, timeout=240, env={**os.environ, "PYTHONSAFEPATH": "1"}, check=False
-    )
+        [*line, "--json", str(file)], capture_output=True, text=True, timeout=280, check=False,
+        env={**os.environ, "PYTHONSAFEPATH": "1"},
+    )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    read = json.loads(file.read_text(encoding="utf-8"))
-    rows = {row["transport"]: row for row in read["rows"]}
-    assert set(rows) - {"helix (bare)", "helix (bare, rows damaged)"} == {"loopback_peer", "four_launch_put"}
-    assert all(row["wrong"] == 0 and row["times"]["p50"] > 0 for row in rows.values())
-    assert read["limits"]["exchange_us"] > 0
-    assert "ag_rs" in read["skipped"]
+    result = Result.read(file)
+    assert all(row.wrong == 0 and row.times is not None and row.times.p50 > 0 for row in result.rows)
+    return result
+
+
+def test_one_row_from_end_to_end(tmp_path: Path) -> None:
+    result = command(tmp_path, "--rows", "4", "--rivals")
+    names = {row.transport for row in result.rows}
+    assert names - {"helix (bare)", "helix (bare, rows damaged)"} == {"loopback_peer", "four_launch_put"}
+    (group,) = result.groups
+    assert (group.count, group.are) == (2, "threads on one GPU")
+    assert group.limits is not None
+    assert group.limits["exchange_us"] > 0
+    assert "ag_rs" in {one.transport for one in result.skipped}
+
+
+def test_projected_merges_with_empty_rows_and_late_ranks(tmp_path: Path) -> None:
+    words = ("--rows", "16", "--heads", "16", "--dim", "256", "--v-head-dim", "64", "--projection", "none,before,after")
+    result = command(tmp_path, *words, "--empty", "0,0.5", "--skew-us", "0,50")
+    assert len(result.rows) == 3 * 2 * 2
+    times = {row.cell: row.times.p50 for row in result.rows if row.times is not None}
+    for cell, us in times.items():
+        if cell.skew_us:
+            # What is left without the lateness is a merge: not 50 us more, and not nothing.
+            assert 0.2 < us < times[replace(cell, skew_us=0.0)] + 25
