@@ -3,14 +3,38 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Annotated
 
+import torch
 import typer
 
-__all__ = ["numbers", "of_rank_0", "progress"]
+from dcpcomm.bench.ours import named
+from dcpcomm.launch import under_torchrun
+from dcpcomm.testing.loopback import side_by_side
+
+__all__ = ["Commit", "Contender", "need_gpu", "numbers", "of_rank_0", "progress"]
 
 Say = Callable[[str], object]
+Contender = Annotated[str, typer.Option(help="registered name, perhaps with options: cupy_ipc:threads=128,strict=true")]
+Commit = Annotated[
+    str | None, typer.Option("--commit", help="which the results are of, where what runs is no checkout")
+]
+
+
+def need_gpu(contender: str) -> None:
+    """Exit with status 2 where torch sees no GPU; a contender's options are looked at first."""
+    try:
+        named(contender)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    if not under_torchrun():
+        side_by_side()  # to ask for a GPU starts CUDA
+    if not torch.cuda.is_available():
+        print("this needs a CUDA GPU, and torch sees none", file=sys.stderr)
+        raise typer.Exit(2)
 
 
 @contextmanager

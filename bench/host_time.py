@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import json
 import secrets
-import shlex
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -24,9 +22,10 @@ import torch
 import typer
 
 from dcpcomm.bench.checked import count_wrong
+from dcpcomm.bench.console import Commit, Contender, need_gpu
 from dcpcomm.bench.kernels import KernelFile
 from dcpcomm.bench.limits import SpinParams, defines
-from dcpcomm.bench.machine import commit, machine, versions
+from dcpcomm.bench.machine import facts
 from dcpcomm.bench.ours import named
 from dcpcomm.bench.ranks import Meeting, ProcessRanks, Ranks, ThreadRanks
 from dcpcomm.bench.timing import percentile, settle
@@ -34,7 +33,7 @@ from dcpcomm.graphs import captured
 from dcpcomm.launch import own_device, run_on_ranks, under_torchrun
 from dcpcomm.merger import DCPMerger
 from dcpcomm.reference import merge_partials
-from dcpcomm.testing.loopback import LoopbackRank, LoopbackWorld, side_by_side
+from dcpcomm.testing.loopback import LoopbackRank, LoopbackWorld
 from dcpcomm.transport import MergeShape
 
 __all__ = ["Found", "Plan", "main", "run"]
@@ -178,29 +177,17 @@ def _on_rank(plan: Plan) -> Found:
 
 
 def main(
-    transport: Annotated[
-        str, typer.Option(help="registered name, perhaps with options: cupy_ipc:threads=128,strict=true")
-    ],
+    transport: Contender,
     ranks: Annotated[int, typer.Option(help="N, virtual ranks; under torchrun its ranks are used", min=2)] = 2,
     rows: Annotated[int, typer.Option(help="B", min=1)] = 32,
     heads: Annotated[int, typer.Option(help="H, heads of the group", min=1)] = 128,
     dim: Annotated[int, typer.Option(help="D, columns merged", min=1)] = 128,
     rounds: Annotated[int, typer.Option(help=f"of {_DEPTH} calls each", min=1)] = 50,
     json_file: Annotated[Path | None, typer.Option("--json", help="write the results there")] = None,
-    of_commit: Annotated[
-        str | None, typer.Option("--commit", help="which the results are of, where what runs is no checkout")
-    ] = None,
+    of_commit: Commit = None,
 ) -> None:
     """Time what an eager merge costs the host."""
-    if not under_torchrun():
-        side_by_side()  # to ask for a GPU starts CUDA
-    if not torch.cuda.is_available():
-        print("this needs a CUDA GPU, and torch sees none", file=sys.stderr)
-        raise typer.Exit(2)
-    try:
-        named(transport)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
+    need_gpu(transport)
     plan = Plan(transport, rows, heads, dim, rounds=rounds)
     found: list[Found] | None
     if under_torchrun():
@@ -221,11 +208,7 @@ def main(
     print(f"{wrong} wrong words")
     if json_file is not None:
         told = {
-            "command": shlex.join(["python", "-m", "dcpcomm.bench.host_time", *sys.argv[1:]]),
-            "when": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-            "commit": of_commit or commit(),
-            "machine": machine([one.gpu for one in found]),
-            "versions": versions(),
+            **facts("dcpcomm.bench.host_time", [one.gpu for one in found], of_commit),
             "plan": asdict(plan),
             "columns": ["p50", "p90", "min"],
             "ranks": [asdict(one) for one in found],

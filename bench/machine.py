@@ -6,8 +6,11 @@ import contextlib
 import os
 import platform
 import re
+import shlex
 import shutil
 import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +18,7 @@ import torch
 
 import dcpcomm
 
-__all__ = ["commit", "link_in", "machine", "processor", "versions"]
+__all__ = ["commit", "facts", "link_in", "machine", "processor", "versions"]
 
 
 def machine(gpus: list[str]) -> dict[str, Any]:
@@ -33,6 +36,17 @@ def machine(gpus: list[str]) -> dict[str, Any]:
         "cpu": processor(),
         "host_cores": os.cpu_count(),
         "kernel": platform.release(),
+    }
+
+
+def facts(module: str, gpus: list[str], of_commit: str | None) -> dict[str, Any]:
+    """What a result of `python -m MODULE` begins with: command, time, commit, machine and versions."""
+    return {
+        "command": shlex.join(["python", "-m", module, *sys.argv[1:]]),
+        "when": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "commit": of_commit or commit(),
+        "machine": machine(gpus),
+        "versions": versions(),
     }
 
 

@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import json
 import random
-import shlex
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -23,15 +21,15 @@ from typing import Annotated, Any
 import torch
 import typer
 
-from dcpcomm.bench.console import numbers, of_rank_0, progress
-from dcpcomm.bench.machine import commit, machine, versions
+from dcpcomm.bench.console import Commit, Contender, need_gpu, numbers, of_rank_0, progress
+from dcpcomm.bench.machine import facts
 from dcpcomm.bench.ours import named
 from dcpcomm.bench.ranks import Meeting, ProcessRanks, Ranks, ThreadRanks
 from dcpcomm.combine.engine import by_destination, engine_for
 from dcpcomm.graphs import captured
 from dcpcomm.launch import emit, own_device, run_on_ranks, under_torchrun
 from dcpcomm.merger import DCPMerger
-from dcpcomm.testing.loopback import LoopbackRank, LoopbackWorld, side_by_side
+from dcpcomm.testing.loopback import LoopbackRank, LoopbackWorld
 from dcpcomm.transport import MergeShape
 
 __all__ = ["Plan", "Tally", "main", "run"]
@@ -181,9 +179,7 @@ def _on_rank(plan: Plan) -> Tally:
 
 
 def main(
-    transport: Annotated[
-        str, typer.Option(help="registered name, perhaps with options: cupy_ipc:threads=128,strict=true")
-    ],
+    transport: Contender,
     replays: Annotated[int, typer.Option(help="of a graph with a merge for each of --rows", min=1)] = 100_000,
     ranks: Annotated[int, typer.Option(help="N, virtual ranks; under torchrun its ranks are used", min=2)] = 2,
     rows: Annotated[str, typer.Option(help="B of each merge of a replay")] = "1,7,3",
@@ -192,22 +188,12 @@ def main(
     dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32")] = "bfloat16",
     seed: Annotated[int | None, typer.Option(help="of the data and of who is late; default: another each time")] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="write the results there")] = None,
-    of_commit: Annotated[
-        str | None, typer.Option("--commit", help="which the results are of, where what runs is no checkout")
-    ] = None,
+    of_commit: Commit = None,
 ) -> None:
     """Replay captured merges very often, with changing data, and compare every bit."""
-    if not under_torchrun():
-        side_by_side()  # to ask for a GPU starts CUDA
-    if not torch.cuda.is_available():
-        print("this needs a CUDA GPU, and torch sees none", file=sys.stderr)
-        raise typer.Exit(2)
+    need_gpu(transport)
     if dtype not in ("bfloat16", "float16", "float32"):
         raise typer.BadParameter(f"--dtype {dtype}; expected bfloat16, float16 or float32")
-    try:
-        named(transport)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
     given = random.SystemRandom().randrange(1 << 16) if seed is None else seed
     plan = Plan(transport, replays, numbers(rows), heads, dim, dtype, given)
     tallies: list[Tally] | None
@@ -233,11 +219,7 @@ def main(
     )
     if json_file is not None:
         found = {
-            "command": shlex.join(["python", "-m", "dcpcomm.bench.replays", *sys.argv[1:]]),
-            "when": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-            "commit": of_commit or commit(),
-            "machine": machine([one.gpu for one in tallies]),
-            "versions": versions(),
+            **facts("dcpcomm.bench.replays", [one.gpu for one in tallies], of_commit),
             "plan": asdict(plan),
             "ranks": [asdict(one) for one in tallies],
         }
