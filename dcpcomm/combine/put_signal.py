@@ -145,19 +145,11 @@ class _Exchange:
             )  # fmt: skip
 
         def moving(source: int, source_stride: int, to: int, to_stride: int) -> Launch:
-            return over.kernels.bind_move(
-                MoveParams(
-                    from_=source,
-                    to=to,
-                    from_stride=source_stride,
-                    to_stride=to_stride,
-                    count=counts,
-                    state=state,
-                    record=record,
-                    vectors=nbytes // 16,
-                    rank=rank,
-                )  # fmt: skip
-            )
+            params = MoveParams(
+                from_=source, to=to, from_stride=source_stride, to_stride=to_stride, count=counts, state=state,
+                record=record, vectors=nbytes // 16, rank=rank,
+            )  # fmt: skip
+            return over.kernels.bind_move(params)
 
         staging = base + places.staging
         self._awaited = waiting(places.credits, 1, 0), waiting(places.rows, 0, 1)
