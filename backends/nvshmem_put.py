@@ -99,7 +99,11 @@ class NvshmemPut(PeerMemoryTransport):
         self._closing = self.group.store("nvshmem closing")
         with topology.on_device(device):
             pes = self._join(told)
-            self._address = self._library.allocate(self.peer_bytes)
+            try:
+                self._address = self._library.allocate(self.peer_bytes)
+            except Exception as error:  # what is wrong here only must not keep the others waiting
+                self.group.control.fail(f"{type(error).__name__}: {error}")
+                raise
             own = tensor_at(self._address, self.peer_bytes, device)
             own.zero_()
             torch.cuda.current_stream(device).synchronize()
