@@ -1,7 +1,7 @@
 """NVSHMEM between threads of this process: what `nvshmem.core` and `nvshmem.bindings` offer, as far as it is used.
 
-Each thread's rank has a PE of its own, with memory at addresses of its own. What is put arrives later, in pieces, in any
-order, and its signal behind it; two puts in any order too. Streams are empty: what is asked for is done at once.
+Each thread's rank has a PE of its own, with memory at addresses of its own. What is put arrives later, in pieces, in
+any order, and its signal behind it; two puts in any order too. Streams are empty: what is asked for is done at once.
 """
 
 from __future__ import annotations
@@ -101,17 +101,24 @@ class Job:
         return 0
 
     def _deliver(self) -> None:
-        dice = random.Random()
+        dice, messages = random.Random(), list[Iterator[None]]()
+
+        def busy() -> bool:
+            return bool(messages or self._under_way or self._over)
+
         while True:
             with self._turn:
-                self._turn.wait_for(lambda: self._under_way or self._over)
-                if not self._under_way:
-                    return
-                index = dice.randrange(len(self._under_way))
-                message = self._under_way[index]
-            if next(message, message) is message:
-                with self._turn:
-                    self._under_way.remove(message)
+                self._turn.wait_for(busy)
+                messages += self._under_way
+                self._under_way.clear()
+            if not messages:
+                return
+            for _ in range(dice.randrange(1, 2 * _PIECES * len(messages))):  # then what has been sent since comes too
+                index = dice.randrange(len(messages))
+                if next(messages[index], "whole") == "whole":
+                    messages.pop(index)
+                    if not messages:
+                        break
 
 
 class _Process:

@@ -97,6 +97,12 @@ class PutRank:
         self.over.exchange(sent.blocks, channel, came.blocks)
         self.tape.do(lambda: self._look(came.blocks, tokens, channel))
 
+    def release(self) -> None:
+        """Whatever still waits for a peer waits no more."""
+        places = put_places(self.shape, self.group.size)
+        for channel in range(self.shape.channels):
+            self.own[channel * places.total :][places.rows : places.counts] = 0x7F
+
     def _pack(self, blocks: torch.Tensor, tokens: int, channel: int) -> None:
         for to in range(self.group.size):
             blocks[to] = block_of(blocks, self.rank, to, self.calls[channel], tokens)

@@ -36,17 +36,20 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def make(folder: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[Make]:
     """N ranks, ready."""
     pretend(monkeypatch, folder)
-    jobs: list[Job] = []
+    jobs, made = list[Job](), list[PutRank]()
 
     def ranks(n: int, shape: MergeShape = SHAPE) -> list[PutRank]:
         kernels = EmulatedKernels(torch.bfloat16, n, folder, files=(), planted=getattr(request, "param", None))
         jobs.append(Job(n))
-        return ranks_of(jobs[-1], kernels, shape)
+        made.extend(ranks_of(jobs[-1], kernels, shape))
+        return made[-n:]
 
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield ranks
     torch.set_num_threads(threads)
+    for one in made:
+        one.release()
     for job in jobs:
         job.end()
         assert not job.said
@@ -212,7 +215,7 @@ def test_places_don_t_overlap_and_are_aligned(n: int) -> None:
     begins = [0, places.staging, places.rows, places.credits, places.counts, places.total]
     needs = [n * places.capacity, n * places.capacity, 8 * n, 8 * n, 24]
     assert all(begin % 128 == 0 for begin in begins)
-    assert all(b - a >= need for a, b, need in zip(begins, begins[1:], needs, strict=True))
+    assert all(b - a >= need for a, b, need in zip(begins[:-1], begins[1:], needs, strict=True))
     assert put_bytes(shape, n) == 3 * places.total
 
 
@@ -249,6 +252,8 @@ PLANTED: dict[str, tuple[str, str, Callable[[Make], Any]]] = {
 def test_a_planted_mistake_is_found(make: Make, check: Callable[[Make], Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(put_rig, "DEADLINE_S", 2.0)
     monkeypatch.setattr("tests.world.RUN_TIMEOUT_S", 9.0)
+
+    make(2)  # it compiles: what is found is what it does
 
     def often() -> None:
         for _ in range(10):  # as it may take luck
