@@ -234,11 +234,11 @@ PLANTED: dict[str, tuple[str, str, Callable[[Make], Any]]] = {
         "n < p.ranks && !given_up;", "n < p.ranks;", lambda make: check_absence(make, 2, 1, 1.0),
     ),
     "rows moved after it was given up": (
-        "    if (load_relaxed(p.state) != RECORD_CLEAR) {", "    if (0) {", check_slow_reader,
+        "    if (__syncthreads_or(load_relaxed(p.state) != RECORD_CLEAR)) {", "    if (0) {", check_slow_reader,
     ),
     "the header left as it was": ("*(u64 *)(to + 8 * i) = GIVEN_UP;", ";", check_slow_reader),
     "a header that says so not looked at": (
-        "if (leads && *(const u64 *)from == GIVEN_UP)", "if (0)", check_late,
+        "if (!told) return;", "return;", check_late,
     ),
 }  # fmt: skip
 

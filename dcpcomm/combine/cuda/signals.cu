@@ -53,15 +53,20 @@ extern "C" __global__ void move_blocks(const __grid_constant__ MoveParams p) {
     const u32 n = blockIdx.y + (blockIdx.y >= p.rank);
     const u64 from = p.from + (i64)n * p.from_stride, to = p.to + (i64)n * p.to_stride;
     const bool leads = blockIdx.x == 0 && threadIdx.x == 0;
-    if (load_relaxed(p.state) != RECORD_CLEAR) {
+    // The same for all threads of a block, whatever another block finds meanwhile.
+    if (__syncthreads_or(load_relaxed(p.state) != RECORD_CLEAR)) {
         if (leads)
             for (u32 i = 0; i < HEADER_WORDS; i++) *(u64 *)(to + 8 * i) = GIVEN_UP;
         return;
     }
-    if (leads && *(const u64 *)from == GIVEN_UP) {
-        note(p.record, load_relaxed(p.count), RECORD_GIVEN_UP_BY_PEER);
-        store_relaxed(p.state, RECORD_GIVEN_UP_BY_PEER);
-    }
     for (u32 i = blockIdx.x * blockDim.x + threadIdx.x; i < p.vectors; i += gridDim.x * blockDim.x)
         store_vector(to + (u64)i * 16, load_vector(from + (u64)i * 16));
+    __syncthreads();
+    if (!leads) return;
+    // As combine will see it: a header may be replaced while it is copied.
+    bool told = false;
+    for (u32 i = 0; i < HEADER_WORDS; i++) told |= *(const u64 *)(to + 8 * i) == GIVEN_UP;
+    if (!told) return;
+    note(p.record, load_relaxed(p.count), RECORD_GIVEN_UP_BY_PEER);
+    store_relaxed(p.state, RECORD_GIVEN_UP_BY_PEER);
 }
