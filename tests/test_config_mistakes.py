@@ -55,7 +55,7 @@ _WRONG = [
     (
         "transport: glo_a2a",
         1,
-        r"transport: .*'glo_a2a'; did you mean 'gloo_a2a'\? Registered: cupy_ipc, gloo_a2a, loopback",
+        r"transport: .*'glo_a2a'; did you mean 'gloo_a2a'\? Registered: cupy_ipc, .*gloo_a2a, loopback",
     ),
     ("prefer:\n- gloo_a2a\n- lopback", 3, r"prefer\[1\]: no .*'lopback'; did you mean 'loopback'\?"),
     ("forbid: [\n nope]", 2, r"forbid\[0\]: no transport is registered as 'nope'\. .*install the package"),

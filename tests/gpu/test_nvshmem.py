@@ -1,5 +1,5 @@
-"""`nvshmem_put` between two GPUs, on both paths: the conformance suite, replays by the thousand, worlds that are joined,
-and how processes end.
+"""`nvshmem_put` between two GPUs, on both paths: the conformance suite, replays by the thousand, worlds that are
+joined, and how processes end.
 """
 
 from __future__ import annotations
