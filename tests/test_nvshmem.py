@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import json
 import logging
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -31,7 +33,7 @@ from dcpcomm.transport import Capabilities, MergeShape, Verdict
 from tests.emulated import COMPILER
 from tests.oracle import judge, make_case
 from tests.pretend_gpu import pretend
-from tests.pretend_nvshmem import Job, _Process, tensor_at
+from tests.pretend_nvshmem import Cmp_type, Init_status, Job, Signal_op, _Process, tensor_at
 
 SHAPE = MergeShape(max_tokens=8, num_heads=4, head_dim=32, dtype=torch.float32, lse_base="e")
 emulated = pytest.mark.skipif(COMPILER is None, reason="no g++ to compile the kernels for the CPU with")
@@ -143,11 +145,20 @@ def test_a_package_that_is_too_old_says_what_it_lacks() -> None:
 
 
 def test_the_real_package_has_what_is_used() -> None:
-    bindings = pytest.importorskip(
-        "nvshmem.bindings", reason="nvshmem4py is not installed: pip install 'dcpcomm[cu12]'"
-    )
-    assert all(hasattr(bindings, name) for name in nvshmem_library._NEEDED)
-    assert callable(importlib.import_module("nvshmem.core").get_unique_id)
+    """Functions by the names of their arguments, as their compiled docstrings have them; constants by their values."""
+    real = pytest.importorskip("nvshmem.bindings", reason="nvshmem4py is not installed: pip install 'dcpcomm[cu12]'")
+    pretended = _Process(Job(1), 0).bindings
+    for name in nvshmem_library._NEEDED[1:]:
+        said = re.match(rf"{name}\((.*?)\)", getattr(real, name).__doc__)
+        assert said is not None, name
+        words = [one.split()[-1] for one in said[1].split(",") if one]
+        assert words == list(inspect.signature(getattr(pretended, name)).parameters), name
+    for kind in (Cmp_type, Init_status, Signal_op):
+        there = {one.name: int(one) for one in getattr(real, kind.__name__)}
+        assert {one.name: int(one) for one in kind}.items() <= there.items()
+    assert real.uniqueid_dtype.itemsize == pretended.uniqueid_dtype.itemsize
+    words = list(inspect.signature(importlib.import_module("nvshmem.core").init).parameters)
+    assert words == list(inspect.signature(_Process(Job(1), 0).core.init).parameters)
 
 
 def test_options_are_those_of_the_kernel_and_the_path() -> None:
