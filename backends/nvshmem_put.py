@@ -53,6 +53,7 @@ class NvshmemPut(PeerMemoryTransport):
     path: Path | Literal[""] = ""
     _library: NvshmemLibrary
     _address = 0
+    _by_network = False
     _closing: Any = None
     _buffers: PeerBuffers | None = None
 
@@ -112,7 +113,8 @@ class NvshmemPut(PeerMemoryTransport):
         cut_off = [other for other, address in enumerate(reached) if not address]
         what = "finding out which ranks reach each other's memory"
         posted = self.group.control.exchange(json.dumps(cut_off).encode(), self.group.timeout_s, what)
-        self._pes, self.path = pes, self._path([json.loads(one) for one in posted])
+        unreached: list[list[int]] = [json.loads(one) for one in posted]
+        self._pes, self.path, self._by_network = pes, self._path(unreached), any(unreached)
         regions = [own]
         if self.path == "peer":
             size = self.peer_bytes
@@ -171,7 +173,7 @@ class NvshmemPut(PeerMemoryTransport):
         buffers = self.map_symmetric(self.peer_bytes)
         self._engine = PutSignal(
             self.group, self.shape, buffers.own, self._library, self._kernels(buffers), self._pes,
-            settles=len(set(self.group.hosts)) > 1,
+            settles=self._by_network,
         )  # fmt: skip
 
     def proof_facts(self) -> list[str]:

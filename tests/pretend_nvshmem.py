@@ -61,6 +61,7 @@ class Job:
         self._met: dict[str, list[Any]] = {}
         self._turn = threading.Condition()
         self._under_way: list[Iterator[None]] = []
+        self._arriving: list[Iterator[None]] = []
         self._over = False
         self._wire = threading.Thread(target=self._deliver, daemon=True)
         self._wire.start()
@@ -71,6 +72,11 @@ class Job:
             self._over = True
             self._turn.notify_all()
         self._wire.join()
+
+    def quiet(self) -> None:
+        """Wait until all that was sent has arrived."""
+        with self._turn:
+            assert self._turn.wait_for(lambda: not self._under_way and not self._arriving, self.waiting)
 
     def meet(self, what: str, pes: int, value: Any) -> list[Any]:
         """Of a collective call, what every PE brought to it."""
@@ -101,7 +107,7 @@ class Job:
         return 0
 
     def _deliver(self) -> None:
-        dice, messages = random.Random(), list[Iterator[None]]()
+        dice, messages = random.Random(), self._arriving
 
         def busy() -> bool:
             return bool(messages or self._under_way or self._over)
@@ -112,12 +118,14 @@ class Job:
                 messages += self._under_way
                 self._under_way.clear()
             if not messages:
-                return
+                return  # it is over
             for _ in range(dice.randrange(1, 2 * _PIECES * len(messages))):  # then what has been sent since comes too
                 index = dice.randrange(len(messages))
                 if next(messages[index], "whole") == "whole":
                     messages.pop(index)
                     if not messages:
+                        with self._turn:
+                            self._turn.notify_all()
                         break
 
 

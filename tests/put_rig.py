@@ -70,7 +70,7 @@ class PutRank:
     """One rank: its library, its buffers, and calls whose rows anybody can compute."""
 
     def __init__(self, job: Job, rank: int, shape: MergeShape, kernels: EmulatedKernels, uid: bytes) -> None:
-        n, self.rank, self.shape = job.n, rank, shape
+        self.job, n, self.rank, self.shape = job, job.n, rank, shape
         library = job.libraries[rank]
         library.initialise(uid, rank, n)
         self.own = tensor_at(library.allocate(put_bytes(shape, n)), put_bytes(shape, n), torch.device("cpu"))

@@ -317,6 +317,7 @@ def test_a_group_of_which_two_are_cut_off_puts_with_signals(jobs: Callable[..., 
     jobs(3, lambda a, b: {a, b} != {0, 2})
     ranks = connected(3)
     assert [one.path for one in ranks] == ["put_signal"] * 3
+    assert all(one._by_network for one in ranks), "what comes by a network is settled, on every rank"
     closed(ranks)
 
 
@@ -324,6 +325,7 @@ def test_a_path_that_is_asked_for(jobs: Callable[..., Job]) -> None:
     jobs(2)
     ranks = connected(2, path="put_signal")
     assert [one.path for one in ranks] == ["put_signal"] * 2
+    assert not any(one._by_network for one in ranks)
     closed(ranks)
     job = jobs(2, lambda a, b: a == 0)
     for error in connected(2, path="peer"):

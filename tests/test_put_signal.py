@@ -134,7 +134,7 @@ def check_absence(make: Make, n: int = 3, missing: int = 2, patience: float = 0.
         one.group.exchange_timeout_s = patience
     started = time.monotonic()
     together(others, lambda one: [one.call(3) for _ in range(5)])
-    assert time.monotonic() - started < 3 * patience, "one deadline, not five"
+    assert time.monotonic() - started < 4 * patience, "one deadline, not five"
     for one in others:
         with pytest.raises(TransportTimeout, match=f"rank {missing} did not arrive in time in exchange 2") as told:
             one.over.poll(0)
@@ -174,7 +174,7 @@ def check_slow_reader(make: Make) -> None:
     take = slow.own[: put_places(SHAPE, 2).capacity * 2].view(2, -1)[1]
     # Its rows of call 1 come, and it never takes them: the peer goes on, gives up, and goes on.
     together([quick], lambda one: [one.call(4) for _ in range(4)])
-    time.sleep(0.1)
+    slow.job.quiet()
     n, (send, recv) = 2, slow.buffers[0]
     t, h = SHAPE.result_rows(4, n)
     like = put_rig.wire_views(send, recv, n, t, h, SHAPE.head_dim, SHAPE.dtype, True)[1].blocks
