@@ -137,8 +137,19 @@ def runtime() -> Any:
 
 
 def tensor_at(address: int, nbytes: int, device: torch.device) -> torch.Tensor:
-    """uint8 `[nbytes]`: memory that torch did not allocate. Whoever did keeps it alive."""
-    return torch.as_tensor(_Region(address, nbytes), device=device)
+    """uint8 `[nbytes]`: memory that torch did not allocate, as `device` addresses it. Whoever did keeps it alive.
+
+    Raises:
+        TransportUnavailable: torch makes a copy of it, which nobody else would see.
+    """
+    with topology.on_device(device):
+        found = torch.as_tensor(_Region(address, nbytes))  # told a device, it copies what lies on another GPU to there
+    if found.data_ptr() != address:
+        raise TransportUnavailable(
+            f"torch copies the memory at {address:#x} instead of using it; is a default device set (torch.set_default_"
+            "device, or `with torch.device(...)`)? Make the merger outside of it"
+        )
+    return found
 
 
 class _Region:

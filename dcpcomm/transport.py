@@ -24,6 +24,7 @@ from dcpcomm.log import log
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
+    from dcpcomm.combine.kernels import Kernels
     from dcpcomm.group import Group
     from dcpcomm.topology import Facts
 
@@ -349,9 +350,16 @@ class PeerMemoryTransport(MergeTransport):
 
             self._engine = HostPut(self.group, self.shape, buffers)
             return
-        from dcpcomm.combine.cuda_engine import kernels_for
         from dcpcomm.combine.fused import FusedPeer
         from dcpcomm.combine.peer_options import PeerOptions
+
+        kernels = self._kernels(buffers)
+        options = self.options if isinstance(self.options, PeerOptions) else PeerOptions.model_validate({})
+        self.fused = self._engine = FusedPeer(self.group, self.shape, buffers, kernels, options)
+
+    def _kernels(self, buffers: PeerBuffers) -> Kernels:
+        """Compiled and loaded. Says so, where kernels that wait may stand in one queue of the GPU."""
+        from dcpcomm.combine.cuda_engine import kernels_for
 
         waiting, queues = self.shape.channels * buffers.sharing, topology.hardware_queues()
         if self.shape.channels > 1 and queues < 2 * waiting:
@@ -360,12 +368,10 @@ class PeerMemoryTransport(MergeTransport):
                 "another up, in whose call the peers are; set CUDA_DEVICE_MAX_CONNECTIONS=32 before CUDA starts",
                 self.group.rank, waiting, queues,
             )  # fmt: skip
-
         kernels = kernels_for(buffers.own.device, self.shape.dtype, self.group.size)
         if kernels is None:
             raise TransportUnavailable("the CUDA kernels can't be compiled here; the log says why")
-        options = self.options if isinstance(self.options, PeerOptions) else PeerOptions.model_validate({})
-        self.fused = self._engine = FusedPeer(self.group, self.shape, buffers, kernels, options)
+        return kernels
 
     def exchange(self, send: Any, channel: int, recv: torch.Tensor | None = None) -> Any:
         return self._engine.exchange(send, channel, recv)

@@ -39,8 +39,8 @@ SOME = [("gloo_a2a", 3), ("loopback", 3), ("loopback_peer", 3)]
 SLOW = (
     "trial", "docs", "demo", "conformance", "mutants", "cli_explain_verify", "nvrtc_gpu_path", "nvrtc_merges",
     "nccl_on_cpu", "agreement_processes", "agreement_absence", "exit", "plugin_safety", "fixtures", "protocol",
-    "cupy_ipc", "nvrtc_fused", "nvrtc_scale", "nvrtc_compiles", "hazards_absence", "watchdog", "cli_bench",
-    "adapters_examples",
+    "cupy_ipc", "put_signal", "nvshmem", "nvrtc_fused", "nvrtc_scale", "nvrtc_compiles", "hazards_absence", "watchdog",
+    "cli_bench", "adapters_examples",
 )  # fmt: skip
 
 

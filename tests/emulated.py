@@ -44,9 +44,11 @@ _ENTRIES = {
     "combine.cu": (["combine_1", "combine_16"], "CombineParams"),
     "scale.cu": (["scale_1", "scale_16"], "ScaleParams"),
     "fused.cu": (["fused_16", "fused_1"], "FusedParams"),
+    "signals.cu": (["await_signals", "move_blocks"], ""),
 }
+_STRUCTS = {"await_signals": "AwaitParams", "move_blocks": "MoveParams"}
 #: Whose blocks wait for other ranks', and so must all be there at once.
-_TOGETHER = ("fused.cu",)
+_TOGETHER = ("fused.cu", "signals.cu")
 _AT_ONCE = tuple(name for name in _ENTRIES if name not in _TOGETHER)
 
 
@@ -71,7 +73,7 @@ def host_source(name: str | Path, entries: list[tuple[str, str]] | None = None) 
     assert "asm" not in text
     if entries is None:
         names, struct = _ENTRIES[name]
-        entries = [(one, struct) for one in names]
+        entries = [(one, struct or _STRUCTS[one]) for one in names]
     text += _BEHIND
     how = f"gx, gy, bx, by, {str(name in _TOGETHER).lower()}"
     for one, params in entries:
@@ -102,7 +104,7 @@ class EmulatedKernels(Kernels):
         folder: keeps what was compiled.
         files: which to compile at once, where a test launches few of them; fused.cu is when it is asked for.
         geometry: compile fused.cu for each geometry, as on a GPU, and not for all.
-        planted: a text of fused.cu and what to put in its place: a mistake that a check must find.
+        planted: a text of fused.cu or signals.cu and what to put in its place: a mistake that a check must find.
     """
 
     def __init__(
@@ -121,6 +123,7 @@ class EmulatedKernels(Kernels):
         self._ranks = ranks = MOST_TEMPLATED_RANKS + 1 if generic else world_size
         self.geometry, self._planted = geometry, planted
         self._fused: dict[Any, FusedKernels] = {}
+        self._signals: dict[str, int] = {}
         self._one_at_a_time = threading.Lock()
         libraries = {name: self._library(name, ranks) for name in files}
         entries = [(file, name) for file in _AT_ONCE for name in _ENTRIES[file][0]]
@@ -134,8 +137,8 @@ class EmulatedKernels(Kernels):
         defines = defines_for(name, self.dtype, ranks) | more
         mine = "-".join(str(value) for key, value in defines.items() if not key.endswith("_BYTES"))
         text = host_source(self.fused_source if name == "fused.cu" else name)
-        if self._planted is not None and name == "fused.cu":
-            assert text.count(self._planted[0]) == 1, f"{self._planted[0]} isn't once in fused.cu"
+        if self._planted is not None and name in _TOGETHER:
+            assert text.count(self._planted[0]) == 1, f"{self._planted[0]} isn't once in {name}"
             text = text.replace(*self._planted)
         file = self._folder / f"{name}-{mine}-{zlib.crc32(text.encode()):x}.so"
         if not file.exists():
@@ -155,6 +158,14 @@ class EmulatedKernels(Kernels):
                 last = len(self._functions) - 1
                 self._fused[key] = FusedKernels((last - 1, last), ({64: 8}, {64: 8}))
             return self._fused[key]
+
+    def load_signals(self) -> None:
+        with self._one_at_a_time:
+            if not self._signals:
+                library = self._library("signals.cu", self._ranks)
+                for name in _ENTRIES["signals.cu"][0]:
+                    self._signals[name] = len(self._functions)
+                    self._functions.append(library[f"run_{name}"])
 
     @property
     def programmatic(self) -> bool:

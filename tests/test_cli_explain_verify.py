@@ -70,6 +70,7 @@ def test_verify_proves_what_can_be_used_and_says_why_the_rest_cannot(dcpcomm: Co
         "loopback_peer": "unusable",
         "nccl_a2a": "unusable",
         "nccl_ag_rs": "unusable",
+        "nvshmem_put": "unusable",
     }
     assert "proven" in dcpcomm("verify", "gloo_a2a", *SMALL, "--level", "standard")
     dcpcomm("verify", "loopback", *SMALL, "--level", "quick", status=1)  # it was asked for by name

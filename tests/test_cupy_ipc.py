@@ -199,3 +199,14 @@ def test_a_peer_that_can_not_be_opened_is_named_with_its_gpu(cuda: FakeCuda) -> 
     cuda.closed_to = "cudaErrorPeerAccessUnsupported: no"
     with pytest.raises(TransportUnavailable, match=r"rank 0 on GPU GPU-1 .* rank 1 on GPU GPU-2: .*Unsupported.*topo"):
         connected(cuda)
+
+
+def test_memory_that_torch_would_copy_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A peer's, whose stores into the copy nobody would see."""
+    own = torch.zeros(64, dtype=torch.uint8)
+    copied = torch.zeros(64, dtype=torch.uint8)
+    monkeypatch.setattr(torch, "as_tensor", lambda region: own)
+    assert cupy_ipc.tensor_at(own.data_ptr(), 64, torch.device("cpu")) is own
+    monkeypatch.setattr(torch, "as_tensor", lambda region: copied)
+    with pytest.raises(TransportUnavailable, match="default device"):
+        cupy_ipc.tensor_at(own.data_ptr(), 64, torch.device("cpu"))

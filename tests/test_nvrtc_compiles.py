@@ -26,8 +26,9 @@ NAMES = {
     "combine.cu": ["combine_16", "combine_1"],
     "scale.cu": ["scale_16", "scale_1"],
     "fused.cu": ["fused_16", "fused_1"],
+    "signals.cu": ["await_signals", "move_blocks"],
 }
-FILES = [("pack.cu", torch.bfloat16, 2), ("pack.cu", torch.float32, 2)]
+FILES = [("pack.cu", torch.bfloat16, 2), ("pack.cu", torch.float32, 2), ("signals.cu", torch.bfloat16, 2)]
 #: N by architecture: all of it once, samples elsewhere.
 RANKS = {(9, 0): (1, 2, 3, 8, 16, 17)}
 

@@ -7,7 +7,15 @@ import torch
 from dcpcomm.errors import TransportTimeout
 from dcpcomm.group import Group
 
-__all__ = ["Absences"]
+__all__ = ["Absences", "deadline_of"]
+
+_DEADLINE_UNIT_S = 2**20 * 1e-9
+_MOST_DEADLINE = 2**31
+
+
+def deadline_of(limit_s: float | None) -> int:
+    """Seconds in the unit that kernels wait by; 0, which waits on, for None."""
+    return 0 if limit_s is None else max(1, min(_MOST_DEADLINE, round(limit_s / _DEADLINE_UNIT_S)))
 
 
 class Absences:

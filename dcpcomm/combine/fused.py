@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from dcpcomm import topology
-from dcpcomm.combine.absences import Absences
+from dcpcomm.combine.absences import Absences, deadline_of
 from dcpcomm.combine.driver import Launch
 from dcpcomm.combine.engine import Layout, Partials
 from dcpcomm.combine.gpu import GpuEngine
@@ -34,8 +34,6 @@ _HEADER_BYTES = 128
 _HEADER_THREADS = 32  # of each block, which have no rows
 _LAUNCHES_KEPT = 64
 _SENTINEL = 0xFF  # in every byte of a payload that nobody has sent
-_DEADLINE_UNIT_S = 2**20 * 1e-9
-_MOST_DEADLINE = 2**31
 
 
 class Places(NamedTuple):
@@ -180,8 +178,8 @@ class FusedPeer:
 
     def take_deadline(self) -> int:
         """Of a call that begins now, in the kernel's unit; 0: it waits on. `deadline` is that of `limit` seconds."""
-        self.limit = limit = self.group.exchange_timeout_s
-        self.deadline = 0 if limit is None else max(1, min(_MOST_DEADLINE, round(limit / _DEADLINE_UNIT_S)))
+        self.limit = self.group.exchange_timeout_s
+        self.deadline = deadline_of(self.limit)
         return self.deadline
 
     @property

@@ -1,4 +1,4 @@
-"""Pack, combine, scale and the fused kernel on a GPU: which variant, which grid, and the launch.
+"""Pack, combine, scale, signals and the fused kernel on a GPU: which variant, which grid, and the launch.
 
     kernels = Kernels(device, torch.bfloat16, world_size)
     kernels.warm()                                                      # before the first capture
@@ -22,8 +22,10 @@ from dcpcomm.combine.nvrtc import Binary, compile_kernels
 from dcpcomm.combine.params import WireAt, combine_params, pack_params, pack_unit, vectorised
 from dcpcomm.combine.scale import scale_params
 from dcpcomm.combine.structs import (
+    AwaitParams,
     CombineParams,
     FusedParams,
+    MoveParams,
     PackParams,
     ScaleParams,
     struct_sizes,
@@ -125,6 +127,7 @@ class Kernels:
         scale = self._load("scale.cu", ["scale_1", "scale_16"], ranks) if world_size > 1 else {}
         self._scale = scale.get("scale_1", 0), scale.get("scale_16", 0)
         self._ranks = ranks
+        self._signals: dict[str, int] = {}
         self._fused: dict[Any, FusedKernels] = {}
         self._one_at_a_time = threading.Lock()
 
@@ -181,6 +184,28 @@ class Kernels:
         """Where they came from, in words."""
         fresh = sum(not binary.cached for _, binary in self._loaded)
         return f"{self._loaded[0][1].target}, {fresh} of {len(self._loaded)} files compiled now, the rest from disk"
+
+    def load_signals(self) -> None:
+        """Have signals.cu compiled and loaded, for what binds its kernels.
+
+        Raises:
+            KernelsUnavailable, DCPCommError: as the constructor.
+        """
+        with self._one_at_a_time:
+            if not self._signals:
+                self._signals = self._load("signals.cu", ["await_signals", "move_blocks"], self._ranks)
+
+    def bind_await(self, params: AwaitParams) -> Launch:
+        """`params` with its kernel: one block, a thread for each rank as far as it has that many."""
+        threads = min(_MOST_WIDE, -(-params.ranks // 32) * 32)
+        return self._bind(self._signals["await_signals"], "await_signals", (1, 1, threads, 1), params)
+
+    def bind_move(self, params: MoveParams) -> Launch:
+        """`params` with its kernel and grid: as many blocks as all peers' vectors fill, but not more than the GPU's."""
+        peers = self.world_size - 1
+        threads = max(32, min(_MOST_WIDE, -(-params.vectors // 32) * 32))
+        across = max(1, min(-(-params.vectors // threads), self._most_blocks // peers))
+        return self._bind(self._signals["move_blocks"], "move_blocks", (across, peers, threads, 1), params)
 
     def bind_pack(self, params: PackParams, unit: int | None = None) -> Launch:
         """`params` with its variant and grid; `unit`: bytes loaded at once, if not as many as can be."""

@@ -6,10 +6,12 @@ import ctypes
 from typing import Any
 
 __all__ = [
+    "AwaitParams",
     "CombineParams",
     "Counts",
     "Divisor",
     "FusedParams",
+    "MoveParams",
     "PackParams",
     "ScaleParams",
     "struct_sizes",
@@ -125,6 +127,23 @@ class FusedParams(ctypes.Structure):
     ]
 
 
+class AwaitParams(ctypes.Structure):
+    """The argument of signals.cu's `await_signals`."""
+
+    _fields_ = [*_fields(_U64, "words count state record"), *_fields(_U32, "first ranks rank deadline")]
+
+
+class MoveParams(ctypes.Structure):
+    """The argument of signals.cu's `move_blocks`."""
+
+    _fields_ = [
+        *_fields(_U64, "from_ to"),
+        *_fields(_I64, "from_stride to_stride"),
+        *_fields(_U64, "count state record"),
+        *_fields(_U32, "vectors rank"),
+    ]
+
+
 def struct_sizes() -> dict[str, int]:
     """By macro of params.cuh, the bytes that this side counts with."""
     return {
@@ -132,4 +151,6 @@ def struct_sizes() -> dict[str, int]:
         "KERNEL_COMBINE_PARAMS_BYTES": ctypes.sizeof(CombineParams),
         "KERNEL_SCALE_PARAMS_BYTES": ctypes.sizeof(ScaleParams),
         "KERNEL_FUSED_PARAMS_BYTES": ctypes.sizeof(FusedParams),
+        "KERNEL_AWAIT_PARAMS_BYTES": ctypes.sizeof(AwaitParams),
+        "KERNEL_MOVE_PARAMS_BYTES": ctypes.sizeof(MoveParams),
     }

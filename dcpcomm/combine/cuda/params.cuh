@@ -193,6 +193,31 @@ struct FusedParams {
     u64 peer[16];  // base addresses by rank, `rank`'s own too
 };
 
+// Words that peers add 1 to, one for each call, and how many calls there were.
+struct AwaitParams {
+    u64 words;   // u64 [N], by source
+    u64 count;   // u64 in device memory, advanced by each launch
+    u64 state;   // u64 in device memory: RecordState of the channel
+    u64 record;  // as in FusedParams
+    u32 first;   // 1: of this call, 0: of the calls before it
+    u32 ranks;
+    u32 rank;
+    u32 deadline;  // of 2^20 ns; 0: wait on
+};
+
+// A block of each of the other ranks, from one place to another.
+struct MoveParams {
+    u64 from;  // of rank 0
+    u64 to;
+    i64 from_stride;
+    i64 to_stride;
+    u64 count;  // as in AwaitParams, which has advanced it
+    u64 state;
+    u64 record;
+    u32 vectors;  // of 16 bytes in a block
+    u32 rank;
+};
+
 // States of a record. Only a kernel that finds 0 writes; the host sets it back.
 enum RecordState { RECORD_CLEAR = 0, RECORD_WRITTEN = 1, RECORD_GIVEN_UP_BY_PEER = 2 };
 
@@ -200,3 +225,5 @@ static_assert(sizeof(PackParams) == KERNEL_PACK_PARAMS_BYTES, "PackParams differ
 static_assert(sizeof(CombineParams) == KERNEL_COMBINE_PARAMS_BYTES, "CombineParams differs from params.py");
 static_assert(sizeof(ScaleParams) == KERNEL_SCALE_PARAMS_BYTES, "ScaleParams differs from params.py");
 static_assert(sizeof(FusedParams) == KERNEL_FUSED_PARAMS_BYTES, "FusedParams differs from params.py");
+static_assert(sizeof(AwaitParams) == KERNEL_AWAIT_PARAMS_BYTES, "AwaitParams differs from params.py");
+static_assert(sizeof(MoveParams) == KERNEL_MOVE_PARAMS_BYTES, "MoveParams differs from params.py");
