@@ -10,6 +10,7 @@ places where such a transport is proven, no level leaves the soak out.
 from __future__ import annotations
 
 import itertools
+import math
 import random
 import time
 from dataclasses import dataclass
@@ -36,17 +37,20 @@ __all__ = ["Load", "load_of", "owes_a_soak", "verify_transport"]
 _QUICK, _STANDARD = 4, 12  # rounds
 _BLOCK_LIMIT = 1 << 18  # bytes of a block, unless it takes more for a single row or a soak
 _SOAK_BLOCK_LIMIT = 1 << 22
-_SOAK_DEFAULT = 1 << 30
+_SOAK_DEFAULT, _SOAK_MOST_ROUNDS = 1 << 30, 1000
 _WRONG = "wrong bits: "
 
 
 @dataclass(frozen=True)
 class Load:
-    """How much a verification sends: `rounds` back to back, and then on until `nbytes` have been sent by each rank."""
+    """How much a verification sends: `rounds` back to back, and then on until `nbytes` have been sent by each rank, or
+    in `most_rounds`.
+    """
 
     rounds: int
     nbytes: int
     block_limit: int
+    most_rounds: float = math.inf
 
 
 def load_of(level: str, soak_bytes: int, remembered: bool, owed: bool = False) -> Load:
@@ -57,7 +61,10 @@ def load_of(level: str, soak_bytes: int, remembered: bool, owed: bool = False) -
         owed: see `owes_a_soak`.
     """
     if level == "soak" or ((level == "standard" or owed) and soak_bytes and not remembered):
-        return Load(_STANDARD, soak_bytes or _SOAK_DEFAULT, _SOAK_BLOCK_LIMIT)
+        if soak_bytes:
+            return Load(_STANDARD, soak_bytes, _SOAK_BLOCK_LIMIT)
+        # Of small rows a GiB would take minutes; nobody has said that this transport needs one.
+        return Load(_STANDARD, _SOAK_DEFAULT, _SOAK_BLOCK_LIMIT, _SOAK_MOST_ROUNDS)
     return Load(_QUICK if level == "quick" else _STANDARD, 0, _BLOCK_LIMIT)
 
 
@@ -135,7 +142,7 @@ def _check_rounds(
     first = ""
     wrong_rounds = 0
     for number in itertools.count():
-        if number >= load.rounds + len(replayed) and sent >= load.nbytes:
+        if number >= load.rounds + len(replayed) and (sent >= load.nbytes or number >= load.most_rounds):
             break
         # What is left of the deadline, so that a rank that waits and one that waits for it give up together.
         group.exchange_timeout_s = ends - time.monotonic()

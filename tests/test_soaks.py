@@ -64,6 +64,21 @@ def test_a_soak_is_run_once_and_remembered(tmp_path: Path) -> None:
     assert bytes_moved("quick") < SOAK
 
 
+def test_a_soak_that_nobody_declared_ends_with_small_rows_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GiB of them took minutes, and then the deadline."""
+    monkeypatch.setattr(Tearing, "capabilities", Capabilities(devices=("cpu",), ragged=True))
+    exchanges: list[int] = []
+    real = Tearing.exchange
+
+    def counted(self: Tearing, *args: Any, **keywords: Any) -> torch.Tensor:
+        exchanges.append(self.group.rank)
+        return real(self, *args, **keywords)
+
+    monkeypatch.setattr(Tearing, "exchange", counted)
+    assert 0 < bytes_moved("soak") < 1 << 30
+    assert exchanges.count(0) == exchanges.count(1) == 1000
+
+
 def test_one_rank_that_does_not_remember_has_all_of_them_soak(monkeypatch: pytest.MonkeyPatch) -> None:
     assert bytes_moved() >= SOAK
     asked: list[str] = []

@@ -9,9 +9,10 @@ Exit status: 0 fine, 1 a check failed, 2 wrong usage (a wrong configuration is o
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 import os
 import sys
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
@@ -87,8 +88,18 @@ app = typer.Typer(
 )
 
 
+def _version(asked: bool) -> None:
+    if asked:
+        print(f"dcpcomm {importlib.metadata.version('dcpcomm')}")
+        raise typer.Exit
+
+
 @app.callback()
-def _dcpcomm() -> None:
+def _dcpcomm(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
     # Without a callback Typer would take a group of one command for that command.
     pass
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dcpcomm.cli.shape import on_ranks
-from dcpcomm.cli.terminal import bar_of_cells, stdout_kept_clean
+from dcpcomm.cli.terminal import bar_of_cells, check_file, stdout_kept_clean
 
 if TYPE_CHECKING:
     from dcpcomm.bench.result import Result
@@ -81,8 +81,8 @@ def bench(
     Each result is compared with the float64 oracle before it is timed, and after. What is wrong
     has no time. The limit is measured in the same run. docs/benchmark.md defines every column.
 
-    Exit status: 0 fine, 1 a result was wrong, a named transport couldn't be measured at all, or
-    (--compare) a cell regressed or was lost, 2 wrong usage.
+    Exit status: 0 fine, 1 a result was wrong, nothing or a named transport couldn't be measured at
+    all, or (--compare) a cell regressed or was lost, 2 wrong usage.
     """
     from rich.console import Console
 
@@ -117,7 +117,9 @@ def bench(
     missing = [name for name in asked if not any(row.transport == name for row in result.rows)]
     for name in missing:
         console.print(f"{name} was asked for, and could not be measured in any cell", style="bold red", markup=False)
-    failed = bool(missing) or any(row.wrong for row in result.rows)
+    if not result.rows:
+        console.print("nothing was measured", style="bold red")
+    failed = bool(missing) or not result.rows or any(row.wrong for row in result.rows)
     if old is not None:
         comparison = held_against(old, result)
         show_comparison(comparison, old, console)
@@ -129,11 +131,9 @@ def bench(
 def _check_files(json_file: Path | None, csv_file: Path | None, plot: Path | None) -> None:
     """What can't be written is said before anything is measured."""
     from dcpcomm.bench.plots import check_plot
-    from dcpcomm.errors import ConfigError
 
     for option, file in (("--json", json_file), ("--csv", csv_file), ("--plot", plot)):
-        if file is not None and not file.absolute().parent.is_dir():
-            raise ConfigError(f"{option} {file}: there is no folder {file.absolute().parent}")
+        check_file(option, file)
     if plot is not None:
         check_plot(plot)
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from dcpcomm.cli.terminal import stdout_kept_clean
+from dcpcomm.cli.terminal import check_file, stdout_kept_clean
 
 if TYPE_CHECKING:
     from dcpcomm.testing.conformance import Report, Result
@@ -55,8 +55,7 @@ def conformance(
         raise ConfigError("`dcpcomm conformance` starts its own ranks; run it without torchrun, with --ranks")
     if ranks < 2:
         raise ConfigError(f"--ranks is {ranks}; expected 2 or more: one rank uses no transport")
-    if junit is not None and not junit.absolute().parent.is_dir():
-        raise ConfigError(f"--junit {junit}: there is no folder {junit.absolute().parent}")
+    check_file("--junit", junit)
     given = {} if config is None else load_config(config).model_dump(mode="json", exclude_unset=True)
     cases = CASES if case is None else cases_like(case)
     if (":" in name or "." in name) and os.getcwd() not in sys.path:

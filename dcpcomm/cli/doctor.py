@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from dcpcomm.cli.terminal import check_file
+
 if TYPE_CHECKING:
     from dcpcomm.probe import Probed
 
@@ -33,6 +35,7 @@ def doctor(
     """
     from dcpcomm.privacy import scrubbed
 
+    check_file("--output", output)
     facts, probed = _gathered(config)
     if as_json:
         text = json.dumps(_each_text(facts), indent=2) + "\n"

@@ -55,7 +55,7 @@ def explain(
     """
     from dcpcomm.config import load_config
 
-    shape = make_shape(max_tokens, num_heads, head_dim, v_head_dim, dtype, lse_base, scatter, channels)
+    shape = make_shape(max_tokens, num_heads, head_dim, v_head_dim, dtype, lse_base, scatter, channels, ranks)
     load_config(config)  # what is wrong with the file is said before any process is started
     answers = on_ranks(decide, ranks, shape, None if config is None else str(config), device)
     if answers is None:  # another rank than 0 under torchrun

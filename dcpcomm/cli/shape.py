@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from enum import Enum
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -26,6 +27,7 @@ __all__ = [
     "VHeadDim",
     "make_shape",
     "on_ranks",
+    "world_size",
 ]
 
 
@@ -84,22 +86,40 @@ def make_shape(
     lse_base: Base,
     scatter: Scatter,
     channels: int,
+    ranks: int,
 ) -> MergeShape:
-    """The `MergeShape` of a command's options."""
+    """The `MergeShape` of a command's options.
+
+    Raises:
+        ConfigError: there is no such shape, or none for so many ranks.
+    """
     import torch
 
+    from dcpcomm.errors import ConfigError, ShapeError
     from dcpcomm.transport import MergeShape
 
-    return MergeShape(
-        max_tokens=max_tokens,
-        num_heads=num_heads,
-        head_dim=head_dim,
-        v_head_dim=v_head_dim,
-        dtype=getattr(torch, dtype.value),
-        lse_base=lse_base.value,
-        scatter=scatter.value,
-        channels=channels,
-    )
+    try:
+        shape = MergeShape(
+            max_tokens=max_tokens,
+            num_heads=num_heads,
+            head_dim=head_dim,
+            v_head_dim=v_head_dim,
+            dtype=getattr(torch, dtype.value),
+            lse_base=lse_base.value,
+            scatter=scatter.value,
+            channels=channels,
+        )
+        shape.check_world_size(max(1, world_size(ranks)))
+    except ShapeError as error:
+        raise ConfigError(str(error)) from None
+    return shape
+
+
+def world_size(ranks: int) -> int:
+    """How many ranks there will be, where `ranks` were asked for."""
+    from dcpcomm.launch import under_torchrun
+
+    return int(os.environ["WORLD_SIZE"]) if under_torchrun() else ranks
 
 
 def on_ranks(fn: Any, ranks: int, *args: Any, on_event: Any = None, timeout_s: float = 600.0) -> list[Any] | None:

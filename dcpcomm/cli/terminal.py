@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
-__all__ = ["bar_of_cells", "stdout_kept_clean"]
+__all__ = ["bar_of_cells", "check_cache_folder", "check_file", "stdout_kept_clean"]
 
 
 @contextlib.contextmanager
@@ -65,3 +67,43 @@ def bar_of_cells(words: str) -> Iterator[Callable[[int, tuple[str, Any]], None]]
                 bar.update(task, description=str(value), advance=advance)
 
         yield on_event
+
+
+def check_file(option: str, path: Path | None) -> None:
+    """Say before anything is done that a result can't be written where `option` wants it.
+
+    Raises:
+        ConfigError: there is no such folder, `path` is one itself, or it can't be written to.
+    """
+    from dcpcomm.errors import ConfigError
+
+    if path is None:
+        return
+    folder = path.absolute().parent
+    if not folder.is_dir():
+        raise ConfigError(f"{option} {path}: there is no folder {folder}")
+    if path.is_dir():
+        raise ConfigError(f"{option} {path}: that is a folder; expected a file")
+    if not os.access(path if path.exists() else folder, os.W_OK):
+        raise ConfigError(f"{option} {path}: it can't be written")
+
+
+def check_cache_folder() -> None:
+    """Say before anything is done that what is to be kept can't be.
+
+    Raises:
+        ConfigError: the cache folder can't be made, or can't be written to.
+    """
+    from dcpcomm.cachefolder import cache_dir
+    from dcpcomm.errors import ConfigError
+
+    folder = cache_dir()
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"the cache folder {folder} can't be written: {error.strerror or error}; expected one that can: set "
+            "DCPCOMM_CACHE_DIR"
+        ) from error

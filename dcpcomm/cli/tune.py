@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dcpcomm.cli.shape import Device, Dtype, DtypeOption, HeadDim, Heads, Ranks, VHeadDim, on_ranks
-from dcpcomm.cli.terminal import bar_of_cells, stdout_kept_clean
+from dcpcomm.cli.shape import Device, Dtype, DtypeOption, HeadDim, Heads, Ranks, VHeadDim, on_ranks, world_size
+from dcpcomm.cli.terminal import bar_of_cells, check_cache_folder, check_file, stdout_kept_clean
 
 if TYPE_CHECKING:
     from dcpcomm.bench.renewal import Renewal
@@ -56,11 +55,10 @@ def tune(
     from dcpcomm.bench.tune import Plan, measure
     from dcpcomm.config import load_config
     from dcpcomm.errors import ConfigError
-    from dcpcomm.launch import under_torchrun
     from dcpcomm.registry import load_transport
 
-    if output is not None and not output.absolute().parent.is_dir():
-        raise ConfigError(f"--output {output}: there is no folder {output.absolute().parent}")
+    check_file("--output", output)
+    check_cache_folder()  # it keeps what is measured, for a run that is interrupted
     for name in transport or []:
         load_transport(name)  # says what is wrong with the name before any process is started
     given = {} if config is None else load_config(config).model_dump(mode="json", exclude_unset=True)
@@ -70,7 +68,7 @@ def tune(
         sizes = ()
     if not sizes or sizes[0] < 1:
         raise ConfigError(f"--rows is {rows!r}; expected numbers above 0 with commas between, such as 1,4,16")
-    size = int(os.environ["WORLD_SIZE"]) if under_torchrun() else ranks
+    size = world_size(ranks)
     if size < 2:
         raise ConfigError(f"--ranks is {size}; expected 2 or more: one rank exchanges nothing")
     value = v_head_dim if v_head_dim != head_dim else None

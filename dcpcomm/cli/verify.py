@@ -25,6 +25,7 @@ from dcpcomm.cli.shape import (
     VHeadDim,
     make_shape,
     on_ranks,
+    world_size,
 )
 
 if TYPE_CHECKING:
@@ -46,7 +47,9 @@ class Level(str, Enum):
 def verify(
     names: Annotated[list[str] | None, typer.Argument(help="Registered transports; default: all of them.")] = None,
     ranks: Ranks = 2,
-    level: Annotated[Level, typer.Option(help="How much is sent; a soak is a GiB or what it declares.")] = Level.soak,
+    level: Annotated[
+        Level, typer.Option(help="How much is sent; soak: what it declares, else a GiB or 1000 exchanges.")
+    ] = Level.soak,
     deadline_s: Annotated[float, typer.Option(help="Seconds for each transport.")] = 120.0,
     max_tokens: Tokens = 256,
     num_heads: Heads = 128,
@@ -71,9 +74,12 @@ def verify(
     from rich.table import Table
     from rich.text import Text
 
+    from dcpcomm.errors import ConfigError
     from dcpcomm.registry import load_transport, registered_transports
 
-    shape = make_shape(max_tokens, num_heads, head_dim, v_head_dim, dtype, lse_base, scatter, channels)
+    shape = make_shape(max_tokens, num_heads, head_dim, v_head_dim, dtype, lse_base, scatter, channels, ranks)
+    if world_size(ranks) < 2:
+        raise ConfigError(f"--ranks is {ranks}; expected 2 or more: one rank uses no transport")
     for name in names or []:
         load_transport(name)  # says what is wrong with the name before any process is started
     console = Console(stderr=True)
