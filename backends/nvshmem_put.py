@@ -65,15 +65,11 @@ class NvshmemPut(PeerMemoryTransport):
             )
         if facts.device != "cuda":
             return Verdict(False, f"NVSHMEM moves memory of GPUs; the merger is on {facts.device}", "use gloo_a2a")
-        try:
-            nvshmem_library.library()
-        except Exception as error:  # its loaders raise errors of packages that may not be there to be named
-            return Verdict(
-                False,
-                f"NVSHMEM can't be used: {type(error).__name__}: {error}",
-                "pip install 'dcpcomm[cu12]' or 'dcpcomm[cu13]'",
-            )
-        return Verdict(True)
+        return nvshmem_library.installed()
+
+    @classmethod
+    def load(cls, facts: Facts) -> Verdict:
+        return nvshmem_library.loaded()
 
     @classmethod
     def device_bytes(cls, shape: MergeShape, world_size: int, options: Any) -> int:
