@@ -100,6 +100,7 @@ class NvshmemLibrary:
         self.name = ""
         self._add = int(bindings.Signal_op.SIGNAL_ADD)
         self._at_least = int(bindings.Cmp_type.CMP_GE)
+        self._without_waits = int(bindings.Init_status.STATUS_LIMITED_MPG)
         self._up = tuple(int(getattr(bindings.Init_status, name)) for name in _UP)
 
     def world(self) -> tuple[int, int] | None:
@@ -107,6 +108,11 @@ class NvshmemLibrary:
         if int(self._bindings.init_status()) not in self._up:
             return None
         return int(self._bindings.my_pe()), int(self._bindings.n_pes())
+
+    @property
+    def waits_missing(self) -> bool:
+        """Whether PEs share this GPU in a way for which NVSHMEM has no waits on the stream."""
+        return int(self._bindings.init_status()) == self._without_waits
 
     def unique_id(self) -> bytes:
         """What the PEs of a world to come meet by, made by one of them."""
