@@ -25,7 +25,7 @@ _OLDEST = "0.1.3"
 _CUDAS = ("12", "13")
 _NEEDED = (
     "uniqueid_dtype", "init_status", "my_pe", "n_pes", "malloc", "free", "ptr", "putmem_signal_on_stream",
-    "signal_op_on_stream", "signal_wait_until_on_stream",
+    "signal_wait_until_on_stream",
 )  # fmt: skip
 _UP = ("STATUS_IS_INITIALIZED", "STATUS_LIMITED_MPG", "STATUS_FULL_MPG")
 
@@ -151,10 +151,6 @@ class NvshmemLibrary:
     def put(self, to: int, source: int, nbytes: int, signal: int, pe: int, stream: int) -> None:
         """See `PutLibrary`. `source` may be written again when the stream has come past this."""
         self._bindings.putmem_signal_on_stream(to, source, nbytes, signal, 1, self._add, pe, stream)
-
-    def add(self, signal: int, pe: int, stream: int) -> None:
-        """See `PutLibrary`."""
-        self._bindings.signal_op_on_stream(signal, 1, self._add, pe, stream)
 
     def settle(self, signal: int, stream: int) -> None:
         """See `PutLibrary`. A wait that is over at once: what NVSHMEM does behind a wait is what is wanted."""

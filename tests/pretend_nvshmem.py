@@ -143,7 +143,7 @@ class _Process:
             Signal_op=Signal_op, Cmp_type=Cmp_type, Init_status=Init_status,
             uniqueid_dtype=SimpleNamespace(itemsize=_UID_BYTES), init_status=lambda: int(self.status),
             my_pe=lambda: self.pe, n_pes=lambda: self.pes, malloc=self._malloc, free=self._free, ptr=self._ptr,
-            putmem_signal_on_stream=self._put_signal, signal_op_on_stream=self._signal_op,
+            putmem_signal_on_stream=self._put_signal,
             signal_wait_until_on_stream=self._signal_wait_until,
         )  # fmt: skip
 
@@ -191,10 +191,6 @@ class _Process:
         to, word = self.job.place(self.pe, dest, pe), self.job.place(self.pe, sig_addr, pe)
         self.job.send(_arriving(to, taken, word, signal))
 
-    def _signal_op(self, sig_addr: int, signal: int, sig_op: int, pe: int, cstrm: int) -> None:
-        assert sig_op == Signal_op.SIGNAL_ADD
-        self.job.send(_arriving(0, b"", self.job.place(self.pe, sig_addr, pe), signal))
-
     def _signal_wait_until(self, sig_addr: int, cmp: int, cmp_value: int, cstream: int) -> None:
         assert not self.limited, "NVSHMEM ends the process"
         assert cmp == Cmp_type.CMP_GE
@@ -202,7 +198,7 @@ class _Process:
 
 
 def _arriving(to: int, taken: bytes, word: int, signal: int) -> Iterator[None]:
-    size = -(-len(taken) // _PIECES // 16) * 16 + 16
+    size = -(-len(taken) // _PIECES // 16) * 16 + 16 if len(taken) > 8 else 4  # a word arrives whole
     starts = list(range(0, len(taken), size))
     random.shuffle(starts)
     for start in starts:

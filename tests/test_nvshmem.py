@@ -116,8 +116,10 @@ def test_it_is_a_candidate_only_where_it_is_asked_for() -> None:
 
 def test_a_package_that_is_too_old_says_what_it_lacks() -> None:
     process = _Process(Job(1), 0)
-    del process.bindings.signal_op_on_stream
-    with pytest.raises(DCPCommError, match=r"nvshmem4py 0\.4\.1 has no signal_op_on_stream; expected 0\.1\.3 or later"):
+    del process.bindings.signal_wait_until_on_stream
+    with pytest.raises(
+        DCPCommError, match=r"nvshmem4py 0\.4\.1 has no signal_wait_until_on_stream; expected 0\.1\.3 or later"
+    ):
         NvshmemLibrary(process.core, process.bindings)
 
 
