@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal
 
 import torch
 import torch.distributed as dist
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from dcpcomm import topology
 from dcpcomm.backends import nvshmem_library
@@ -42,6 +42,13 @@ class NvshmemOptions(PeerOptions):
         False,
         description="an NVSHMEM that somebody else started, of as many PEs as the group has ranks, is the group's",
     )
+
+    @model_validator(mode="after")
+    def _of_the_path(self) -> NvshmemOptions:
+        given = sorted(self.model_fields_set & PeerOptions.model_fields.keys())
+        if self.path == "put_signal" and given:
+            raise ValueError(f"{', '.join(given)}: of the fused kernel, which path put_signal doesn't use; drop them")
+        return self
 
 
 class NvshmemPut(PeerMemoryTransport):

@@ -144,6 +144,10 @@ def test_options_are_those_of_the_kernel_and_the_path() -> None:
     assert NvshmemOptions(threads=64).path == "auto"
     with pytest.raises(ValidationError, match="'auto', 'peer' or 'put_signal'"):
         NvshmemOptions(path="ipc")  # type: ignore[arg-type]
+    with pytest.raises(
+        ValidationError, match="strict, threads: of the fused kernel, which path put_signal doesn't use"
+    ):
+        NvshmemOptions(path="put_signal", threads=64, strict=True)
 
 
 @pytest.mark.parametrize("n", [2, 3, 8])
