@@ -10,18 +10,64 @@ import ctypes
 import functools
 import hashlib
 import importlib
+import importlib.metadata
+import importlib.util
 from typing import Any
 
-from dcpcomm.errors import DCPCommError
+import torch
 
-__all__ = ["NvshmemLibrary", "library"]
+from dcpcomm.errors import DCPCommError
+from dcpcomm.transport import Verdict
+
+__all__ = ["NvshmemLibrary", "installed", "library", "loaded", "remedy"]
 
 _OLDEST = "0.1.3"
+_CUDAS = ("12", "13")
 _NEEDED = (
     "uniqueid_dtype", "init_status", "my_pe", "n_pes", "malloc", "free", "ptr", "putmem_signal_on_stream",
-    "signal_op_on_stream", "signal_wait_until_on_stream",
+    "signal_wait_until_on_stream",
 )  # fmt: skip
 _UP = ("STATUS_IS_INITIALIZED", "STATUS_LIMITED_MPG", "STATUS_FULL_MPG")
+
+
+def remedy() -> str:
+    """What to install, for the CUDA of this torch."""
+    here = _cuda()
+    return " or ".join(
+        f"pip install 'dcpcomm[cu{cuda}]' (nvshmem4py-cu{cuda}, nvidia-nvshmem-cu{cuda})"
+        for cuda in (_CUDAS if here not in _CUDAS else (here,))
+    )
+
+
+def installed() -> Verdict:
+    """Whether nvshmem4py is there to be imported, and for this CUDA. Imports nothing."""
+    if importlib.util.find_spec("nvshmem") is None:
+        return Verdict(False, "nvshmem4py isn't installed", remedy())
+    here = _cuda()
+    others = [cuda for cuda in _CUDAS if cuda != here and _version(f"nvshmem4py-cu{cuda}")]
+    if here in _CUDAS and others and not _version(f"nvshmem4py-cu{here}"):
+        return Verdict(False, f"nvshmem4py is for CUDA {others[0]}; torch was built for CUDA {here}", remedy())
+    return Verdict(True)
+
+
+def loaded() -> Verdict:
+    """Import it, and have it load NVSHMEM itself."""
+    try:
+        library()
+    except Exception as error:  # its loaders raise errors of packages that may not be there to be named
+        return Verdict(False, f"NVSHMEM can't be used: {type(error).__name__}: {error}", remedy())
+    return Verdict(True)
+
+
+def _cuda() -> str:
+    return (torch.version.cuda or "").split(".")[0]
+
+
+def _version(distribution: str) -> str:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
 
 
 @functools.cache
@@ -54,6 +100,7 @@ class NvshmemLibrary:
         self.name = ""
         self._add = int(bindings.Signal_op.SIGNAL_ADD)
         self._at_least = int(bindings.Cmp_type.CMP_GE)
+        self._without_waits = int(bindings.Init_status.STATUS_LIMITED_MPG)
         self._up = tuple(int(getattr(bindings.Init_status, name)) for name in _UP)
 
     def world(self) -> tuple[int, int] | None:
@@ -61,6 +108,11 @@ class NvshmemLibrary:
         if int(self._bindings.init_status()) not in self._up:
             return None
         return int(self._bindings.my_pe()), int(self._bindings.n_pes())
+
+    @property
+    def waits_missing(self) -> bool:
+        """Whether PEs share this GPU in a way for which NVSHMEM has no waits on the stream."""
+        return int(self._bindings.init_status()) == self._without_waits
 
     def unique_id(self) -> bytes:
         """What the PEs of a world to come meet by, made by one of them."""
@@ -99,10 +151,6 @@ class NvshmemLibrary:
     def put(self, to: int, source: int, nbytes: int, signal: int, pe: int, stream: int) -> None:
         """See `PutLibrary`. `source` may be written again when the stream has come past this."""
         self._bindings.putmem_signal_on_stream(to, source, nbytes, signal, 1, self._add, pe, stream)
-
-    def add(self, signal: int, pe: int, stream: int) -> None:
-        """See `PutLibrary`."""
-        self._bindings.signal_op_on_stream(signal, 1, self._add, pe, stream)
 
     def settle(self, signal: int, stream: int) -> None:
         """See `PutLibrary`. A wait that is over at once: what NVSHMEM does behind a wait is what is wanted."""

@@ -11,7 +11,8 @@ import time
 from typing import Any, ClassVar, Literal
 
 import torch
-from pydantic import Field
+import torch.distributed as dist
+from pydantic import Field, model_validator
 
 from dcpcomm import topology
 from dcpcomm.backends import nvshmem_library
@@ -37,6 +38,17 @@ class NvshmemOptions(PeerOptions):
     path: Literal["auto", "peer", "put_signal"] = Field(
         "auto", description="how rows travel; auto: peer where all ranks reach each other's memory, else put_signal"
     )
+    trust_pes: bool = Field(
+        False,
+        description="an NVSHMEM that somebody else started, of as many PEs as the group has ranks, is the group's",
+    )
+
+    @model_validator(mode="after")
+    def _of_the_path(self) -> NvshmemOptions:
+        given = sorted(self.model_fields_set & PeerOptions.model_fields.keys())
+        if self.path == "put_signal" and given:
+            raise ValueError(f"{', '.join(given)}: of the fused kernel, which path put_signal doesn't use; drop them")
+        return self
 
 
 class NvshmemPut(PeerMemoryTransport):
@@ -65,15 +77,11 @@ class NvshmemPut(PeerMemoryTransport):
             )
         if facts.device != "cuda":
             return Verdict(False, f"NVSHMEM moves memory of GPUs; the merger is on {facts.device}", "use gloo_a2a")
-        try:
-            nvshmem_library.library()
-        except Exception as error:  # its loaders raise errors of packages that may not be there to be named
-            return Verdict(
-                False,
-                f"NVSHMEM can't be used: {type(error).__name__}: {error}",
-                "pip install 'dcpcomm[cu12]' or 'dcpcomm[cu13]'",
-            )
-        return Verdict(True)
+        return nvshmem_library.installed()
+
+    @classmethod
+    def load(cls, facts: Facts) -> Verdict:
+        return nvshmem_library.loaded()
 
     @classmethod
     def device_bytes(cls, shape: MergeShape, world_size: int, options: Any) -> int:
@@ -89,8 +97,9 @@ class NvshmemPut(PeerMemoryTransport):
         self._library = nvshmem_library.library()
         world = self._library.world()
         properties = torch.cuda.get_device_properties(self.group.device)
-        card = {"world": world, "name": self._library.name, "version": self._library.version}
+        card: dict[str, Any] = {"world": world, "name": self._library.name, "version": self._library.version}
         card |= {"gpu": str(properties.uuid), "uid": ""}
+        card["torch ranks"] = dist.get_world_size() if dist.is_initialized() else 0
         if world is None and self.group.rank == 0:
             card["uid"] = self._library.unique_id().hex()
         return json.dumps(card).encode()
@@ -115,6 +124,11 @@ class NvshmemPut(PeerMemoryTransport):
         posted = self.group.control.exchange(json.dumps(cut_off).encode(), self.group.timeout_s, what)
         unreached: list[list[int]] = [json.loads(one) for one in posted]
         self._pes, self.path, self._by_network = pes, self._path(unreached), any(unreached)
+        if self._by_network and self._library.waits_missing:
+            raise TransportUnavailable(
+                f"rank {rank} shares its GPU with another rank without MPS: NVSHMEM has no waits there, and ends the "
+                "process that asks for one, as what comes by a network needs; give each rank a GPU, or start MPS"
+            )
         regions = [own]
         if self.path == "peer":
             size = self.peer_bytes
@@ -148,6 +162,14 @@ class NvshmemPut(PeerMemoryTransport):
                 f"NVSHMEM is initialised in this process for other ranks than this group's ({listed}); it has one "
                 "world for each process, and all of it must come to every allocation: expected one whose PEs are "
                 "exactly this group"
+            )
+        # Two of somebody else's may have PEs 0 to N - 1 between them as well: the first allocation would never end.
+        trusted = self.options is not None and self.options.trust_pes
+        if names == {""} and not trusted and any(one["torch ranks"] != n for one in told):
+            raise TransportUnavailable(
+                f"somebody else has initialised NVSHMEM, in a world of {told[0]['torch ranks']} ranks of torch: its "
+                f"{n} PEs may be others than the {n} ranks of this group, which nothing tells; if they are the same, "
+                "say so by options.nvshmem_put.trust_pes: true"
             )
         return pes
 

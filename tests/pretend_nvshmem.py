@@ -56,7 +56,8 @@ class Job:
         self.waiting = _PATIENCE_S
         self.said: list[str] = []
         self.held: dict[int, dict[int, Any]] = {}
-        self.libraries = [NvshmemLibrary(pe.core, pe.bindings) for pe in (_Process(self, i) for i in range(n))]
+        self.processes = [_Process(self, i) for i in range(n)]
+        self.libraries = [NvshmemLibrary(pe.core, pe.bindings) for pe in self.processes]
         self.uids: dict[bytes, int] = {}
         self._met: dict[str, list[Any]] = {}
         self._turn = threading.Condition()
@@ -135,13 +136,14 @@ class _Process:
     def __init__(self, job: Job, index: int) -> None:
         self.job, self.pe, self.pes, self.calls = job, -1, 0, 0
         self.status = Init_status.STATUS_NOT_INITIALIZED
+        self.limited = False  # whether it shares its GPU with another, without MPS
         version = SimpleNamespace(nvshmem4py_version="0.4.1", libnvshmem_version="3.4.5")
         self.core = SimpleNamespace(get_version=lambda: version, get_unique_id=self._unique_id, init=self._init)
         self.bindings = SimpleNamespace(
             Signal_op=Signal_op, Cmp_type=Cmp_type, Init_status=Init_status,
             uniqueid_dtype=SimpleNamespace(itemsize=_UID_BYTES), init_status=lambda: int(self.status),
             my_pe=lambda: self.pe, n_pes=lambda: self.pes, malloc=self._malloc, free=self._free, ptr=self._ptr,
-            putmem_signal_on_stream=self._put_signal, signal_op_on_stream=self._signal_op,
+            putmem_signal_on_stream=self._put_signal,
             signal_wait_until_on_stream=self._signal_wait_until,
         )  # fmt: skip
 
@@ -156,7 +158,8 @@ class _Process:
         assert self.status == Init_status.STATUS_NOT_INITIALIZED, "initialised twice"
         came = self.job.meet(f"init by {bytes(uid.room).hex()}", nranks, rank)
         assert sorted(came) == list(range(nranks))
-        self.pe, self.pes, self.status = rank, nranks, Init_status.STATUS_IS_INITIALIZED
+        up = Init_status.STATUS_LIMITED_MPG if self.limited else Init_status.STATUS_IS_INITIALIZED
+        self.pe, self.pes, self.status = rank, nranks, up
 
     def _malloc(self, size: int) -> int:
         room = (ctypes.c_uint8 * (size + 512))()
@@ -188,17 +191,14 @@ class _Process:
         to, word = self.job.place(self.pe, dest, pe), self.job.place(self.pe, sig_addr, pe)
         self.job.send(_arriving(to, taken, word, signal))
 
-    def _signal_op(self, sig_addr: int, signal: int, sig_op: int, pe: int, cstrm: int) -> None:
-        assert sig_op == Signal_op.SIGNAL_ADD
-        self.job.send(_arriving(0, b"", self.job.place(self.pe, sig_addr, pe), signal))
-
     def _signal_wait_until(self, sig_addr: int, cmp: int, cmp_value: int, cstream: int) -> None:
+        assert not self.limited, "NVSHMEM ends the process"
         assert cmp == Cmp_type.CMP_GE
         assert ctypes.c_uint64.from_address(sig_addr).value >= cmp_value, "this would wait, past any deadline"
 
 
 def _arriving(to: int, taken: bytes, word: int, signal: int) -> Iterator[None]:
-    size = -(-len(taken) // _PIECES // 16) * 16 + 16
+    size = -(-len(taken) // _PIECES // 16) * 16 + 16 if len(taken) > 8 else 4  # a word arrives whole
     starts = list(range(0, len(taken), size))
     random.shuffle(starts)
     for start in starts:

@@ -59,9 +59,6 @@ class Tape:
     def put(self, *given: int) -> None:
         self.do(lambda: self._library.put(*given))
 
-    def add(self, *given: int) -> None:
-        self.do(lambda: self._library.add(*given))
-
     def settle(self, *given: int) -> None:
         self.do(lambda: self._library.settle(*given))
 

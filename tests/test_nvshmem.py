@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import inspect
 import logging
 import re
@@ -70,20 +71,41 @@ def facts(place: str, device: str = "cuda") -> Facts:
 
 
 def test_what_can_not_be_is_told_with_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nvshmem_library, "library", lambda: None)
-    assert NvshmemPut.check(facts("sm_90")).ok
     assert "loopback_peer" in NvshmemPut.check(facts("loopback")).remedy
     assert "the merger is on cpu" in NvshmemPut.check(facts("cpu", "cpu")).reason
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    for cuda, names in (("12.8", ["cu12"]), ("13.0", ["cu13"]), (None, ["cu12", "cu13"])):
+        monkeypatch.setattr(torch.version, "cuda", cuda)
+        verdict = NvshmemPut.check(facts("sm_90"))
+        assert verdict.reason == "nvshmem4py isn't installed"
+        for one in ("cu12", "cu13"):
+            assert all(
+                (text in verdict.remedy) == (one in names)
+                for text in (f"dcpcomm[{one}]", f"nvshmem4py-{one}", f"nvidia-nvshmem-{one}")
+            )
 
-    def absent() -> Any:
-        raise ImportError("No module named 'nvshmem'")
 
-    monkeypatch.setattr(nvshmem_library, "library", absent)
+def test_a_package_for_another_cuda_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(nvshmem_library, "_version", lambda name: "0.4.1" if name == "nvshmem4py-cu12" else "")
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
     verdict = NvshmemPut.check(facts("sm_90"))
-    assert not verdict.ok
-    assert "No module named 'nvshmem'" in verdict.reason
-    assert "dcpcomm[cu12]" in verdict.remedy
-    assert "dcpcomm[cu13]" in verdict.remedy
+    assert verdict.reason == "nvshmem4py is for CUDA 12; torch was built for CUDA 13"
+    assert "nvshmem4py-cu13" in verdict.remedy
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    assert NvshmemPut.check(facts("sm_90")).ok
+
+
+def test_checking_imports_nothing_and_loading_says_what_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent() -> Any:
+        raise ImportError("libnvshmem_host.so.3: cannot open shared object file")
+
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(nvshmem_library, "library", absent)
+    assert NvshmemPut.check(facts("sm_90")).ok
+    verdict = NvshmemPut.load(facts("sm_90"))
+    assert "libnvshmem_host.so.3" in verdict.reason
+    assert "nvidia-nvshmem-cu12" in verdict.remedy
 
 
 def test_it_is_a_candidate_only_where_it_is_asked_for() -> None:
@@ -94,8 +116,10 @@ def test_it_is_a_candidate_only_where_it_is_asked_for() -> None:
 
 def test_a_package_that_is_too_old_says_what_it_lacks() -> None:
     process = _Process(Job(1), 0)
-    del process.bindings.signal_op_on_stream
-    with pytest.raises(DCPCommError, match=r"nvshmem4py 0\.4\.1 has no signal_op_on_stream; expected 0\.1\.3 or later"):
+    del process.bindings.signal_wait_until_on_stream
+    with pytest.raises(
+        DCPCommError, match=r"nvshmem4py 0\.4\.1 has no signal_wait_until_on_stream; expected 0\.1\.3 or later"
+    ):
         NvshmemLibrary(process.core, process.bindings)
 
 
@@ -120,6 +144,10 @@ def test_options_are_those_of_the_kernel_and_the_path() -> None:
     assert NvshmemOptions(threads=64).path == "auto"
     with pytest.raises(ValidationError, match="'auto', 'peer' or 'put_signal'"):
         NvshmemOptions(path="ipc")  # type: ignore[arg-type]
+    with pytest.raises(
+        ValidationError, match="strict, threads: of the fused kernel, which path put_signal doesn't use"
+    ):
+        NvshmemOptions(path="put_signal", threads=64, strict=True)
 
 
 @pytest.mark.parametrize("n", [2, 3, 8])

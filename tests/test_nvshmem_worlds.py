@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from dcpcomm.backends import nvshmem_put
 from dcpcomm.backends.nvshmem_put import NvshmemPut
@@ -70,7 +71,7 @@ def test_two_worlds_are_not_taken_for_one(jobs: Jobs) -> None:
     assert not job.held
 
 
-def test_an_engine_s_world_is_joined(jobs: Jobs) -> None:
+def test_an_engine_s_world_is_joined_where_it_must_be_the_groups(jobs: Jobs, monkeypatch: pytest.MonkeyPatch) -> None:
     job = jobs(2)
     uid = job.libraries[0].unique_id()
     makers = [threading.Thread(target=job.libraries[rank].initialise, args=(uid, rank, 2)) for rank in range(2)]
@@ -80,9 +81,34 @@ def test_an_engine_s_world_is_joined(jobs: Jobs) -> None:
         maker.join()
     for library in job.libraries:
         library.name = ""  # somebody else made it
-    ranks = connected(2)
+    for error in connected(2):
+        assert "in a world of 0 ranks of torch" in str(error), "nothing says that its PEs are this group"
+        assert "trust_pes: true" in str(error)
+    ranks = connected(2, trust_pes=True)
     assert [one.path for one in ranks] == ["peer", "peer"]
     closed(ranks)
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    closed(connected(2))
+    monkeypatch.setattr(dist, "get_world_size", lambda: 4)
+    assert all("in a world of 4 ranks of torch" in str(error) for error in connected(2))
+    assert not job.held
+    assert not job.said
+
+
+def test_ranks_that_share_a_gpu_without_mps_are_not_put_to_by_a_network(jobs: Jobs) -> None:
+    """NVSHMEM would end the process in the wait that settles what has come."""
+    job = jobs(2, lambda a, b: False)
+    for process in job.processes:
+        process.limited = True
+    for error in connected(2):
+        assert isinstance(error, TransportUnavailable)
+        assert "without MPS" in str(error)
+    assert not job.held
+    job = jobs(2)
+    for process in job.processes:
+        process.limited = True
+    closed(connected(2, path="put_signal"))
     assert not job.said
 
 
@@ -156,4 +182,4 @@ def test_cards_are_plain(jobs: Jobs) -> None:
     jobs(2)
     here.rank = 0
     card = json.loads(NvshmemPut(group_of(Meeting(2), 0), SHAPE, None).prepare())
-    assert set(card) == {"world", "name", "version", "gpu", "uid"}
+    assert set(card) == {"world", "name", "version", "gpu", "uid", "torch ranks"}

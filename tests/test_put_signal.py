@@ -153,6 +153,9 @@ def check_late(make: Make) -> None:
     """Who comes after it was given up finds the rows of its call whole, or no call's header; then it is told."""
     ranks = check_absence(make, 3, 2)
     one = ranks[2]
+    one.job.quiet()
+    places = put_places(SHAPE, 3)
+    one.own[places.status : places.counts] = 0  # as if no status had come yet: the headers say so too
     one.call(3)
     assert all(came in (True, None) for came in one.got[1].values()), "rows were overwritten under a good header"
     one.call(3)
@@ -163,6 +166,30 @@ def check_late(make: Make) -> None:
 
 def test_who_comes_late_is_told_and_gets_no_torn_rows(make: Make) -> None:
     check_late(make)
+
+
+def check_told_early(make: Make) -> None:
+    """One rank gives up: another, who would wait for long yet, ends at once and names the same rank."""
+    ranks = make(3)
+    together(ranks, lambda one: one.call(2))
+    first, second, missing = ranks
+    first.group.exchange_timeout_s, second.group.exchange_timeout_s = 0.5, 8.0
+    started = time.monotonic()
+    together([first, second], lambda one: one.call(3))
+    assert time.monotonic() - started < 4.0, "each waited for itself"
+    for one in (first, second):
+        with pytest.raises(TransportTimeout, match="rank 2 did not arrive in time in exchange 2"):
+            one.over.poll(0)
+        assert set(one.got[1].values()) == {None}
+    missing.job.quiet()  # the others' rows are all here as well
+    missing.call(3)
+    assert set(missing.got[1].values()) == {None}, "a rank that was given up was answered"
+    with pytest.raises(TransportTimeout, match="a peer has given this channel up"):
+        missing.over.poll(0)
+
+
+def test_one_rank_s_deadline_ends_the_others_wait(make: Make) -> None:
+    check_told_early(make)
 
 
 def check_slow_reader(make: Make) -> None:
@@ -212,8 +239,8 @@ def test_ranks_with_other_numbers_of_rows_find_it_in_the_header(make: Make) -> N
 def test_places_don_t_overlap_and_are_aligned(n: int) -> None:
     shape = MergeShape(max_tokens=9, num_heads=8 * n, head_dim=96, dtype=torch.float16, lse_base="2", channels=3)
     places = put_places(shape, n)
-    begins = [0, places.staging, places.rows, places.credits, places.counts, places.total]
-    needs = [n * places.capacity, n * places.capacity, 8 * n, 8 * n, 24]
+    begins = [0, places.staging, places.rows, places.credits, places.status, places.counts, places.total]
+    needs = [n * places.capacity, n * places.capacity, 8 * n, 8 * n, 8 * n, 24]
     assert all(begin % 128 == 0 for begin in begins)
     assert all(b - a >= need for a, b, need in zip(begins[:-1], begins[1:], needs, strict=True))
     assert put_bytes(shape, n) == 3 * places.total
@@ -231,7 +258,15 @@ PLANTED: dict[str, tuple[str, str, Callable[[Make], Any]]] = {
     ),
     "no deadline": ("if (!p.deadline ||", "if (p.deadline ||", lambda make: check_absence(make, 2, 1)),
     "another deadline each time": (
-        "n < p.ranks && !given_up;", "n < p.ranks;", lambda make: check_absence(make, 2, 1, 1.0),
+        "n < p.ranks && !given_up && !told;", "n < p.ranks && !told;", lambda make: check_absence(make, 2, 1, 1.0),
+    ),
+    "a status not looked for in waiting": ("told = told_by_peers(p);", ";", check_told_early),
+    "a status not looked at where all came": (
+        "const u32 names = told_by_peers(p);", "const u32 names = lacking ? told_by_peers(p) : 0;",
+        check_told_early,
+    ),
+    "a status told to nobody": (
+        "store_relaxed(p.status + (u64)p.rank * 8, (u64)(u32)call << 32 | missing | WHOLE);", "", check_told_early,
     ),
     "rows moved after it was given up": (
         "    if (__syncthreads_or(load_relaxed(p.state) != RECORD_CLEAR)) {", "    if (0) {", check_slow_reader,

@@ -36,9 +36,6 @@ class PutLibrary(Protocol):
     def put(self, to: int, source: int, nbytes: int, signal: int, pe: int, stream: int) -> None:
         """`nbytes` from `source` here to `to` there; when they are there, 1 is added to the word `signal` there."""
 
-    def add(self, signal: int, pe: int, stream: int) -> None:
-        """1 to the word `signal` there."""
-
     def settle(self, signal: int, stream: int) -> None:
         """What came with signals that were seen is seen from here on, whatever way it came."""
 
@@ -49,6 +46,7 @@ class PutPlaces(NamedTuple):
     Attributes:
         capacity: of a block. Those received begin at 0, by source; those to send at `staging`, by destination.
         rows, credits: words by rank, which peers add to.
+        status: words by rank, which peers put behind each call: 0, or that one has given the channel up, and why.
         counts: two words of this rank alone: calls awaited, and credits; behind them its state.
         total: bytes of the channel.
     """
@@ -57,6 +55,7 @@ class PutPlaces(NamedTuple):
     staging: int
     rows: int
     credits: int
+    status: int
     counts: int
     total: int
 
@@ -66,8 +65,8 @@ def put_places(shape: MergeShape, world_size: int) -> PutPlaces:
     capacity, words = block_capacity(shape, world_size), aligned(_WORD * world_size)
     staging = world_size * capacity
     rows = 2 * staging
-    counts = rows + 2 * words
-    return PutPlaces(capacity, staging, rows, rows + words, counts, counts + aligned(3 * _WORD))
+    counts = rows + 3 * words
+    return PutPlaces(capacity, staging, rows, rows + words, rows + 2 * words, counts, counts + aligned(3 * _WORD))
 
 
 def put_bytes(shape: MergeShape, world_size: int) -> int:
@@ -140,8 +139,8 @@ class _Exchange:
 
         def waiting(words: int, index: int, first: int) -> AwaitParams:
             return AwaitParams(
-                words=base + words, count=counts + index * _WORD, state=state, record=record, first=first,
-                ranks=over.group.size, rank=rank,
+                words=base + words, count=counts + index * _WORD, state=state, record=record,
+                status=base + places.status, first=first, ranks=over.group.size, rank=rank,
             )  # fmt: skip
 
         def moving(source: int, source_stride: int, to: int, to_stride: int) -> Launch:
@@ -157,6 +156,7 @@ class _Exchange:
         self._stage = moving(send.data_ptr(), send.stride(0), staging, places.capacity)
         self._take = moving(base, places.capacity, recv.data_ptr(), recv.stride(0))
         self._credit, self._mine = base + places.credits + rank * _WORD, base + places.rows + rank * _WORD
+        self._status = base + places.status + rank * _WORD
         self._slot = base + rank * places.capacity
         self._puts = [(staging + peer * places.capacity, nbytes, over.pes[peer]) for peer in over.group.peers]
 
@@ -175,4 +175,4 @@ class _Exchange:
             library.settle(self._mine, stream)
         self._take(stream)
         for _, _, pe in self._puts:
-            library.add(self._credit, pe, stream)
+            library.put(self._status, self._status, _WORD, self._credit, pe, stream)

@@ -130,7 +130,7 @@ class FusedParams(ctypes.Structure):
 class AwaitParams(ctypes.Structure):
     """The argument of signals.cu's `await_signals`."""
 
-    _fields_ = [*_fields(_U64, "words count state record"), *_fields(_U32, "first ranks rank deadline")]
+    _fields_ = [*_fields(_U64, "words count state record status"), *_fields(_U32, "first ranks rank deadline")]
 
 
 class MoveParams(ctypes.Structure):

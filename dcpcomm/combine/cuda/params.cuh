@@ -199,6 +199,7 @@ struct AwaitParams {
     u64 count;   // u64 in device memory, advanced by each launch
     u64 state;   // u64 in device memory: RecordState of the channel
     u64 record;  // as in FusedParams
+    u64 status;  // u64 [N], by rank: 0, or {missing ranks, call} of one that gave the channel up; this rank's own too
     u32 first;   // 1: of this call, 0: of the calls before it
     u32 ranks;
     u32 rank;
