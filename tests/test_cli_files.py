@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.nursery import Nursery
 
@@ -76,6 +78,15 @@ def test_a_sweep_in_which_nothing_was_measured_has_failed(nursery: Nursery, tmp_
     status, said = told(nursery, tmp_path, "bench", "--device", "cpu", "--heads", "33", "--rows", "1")
     assert status == 1
     assert said == ""  # the reasons stand where the table would
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="here is a GPU")
+@pytest.mark.parametrize("command", ["probe", "explain", "verify", "demo", "tune", "bench"])
+def test_a_gpu_that_is_not_there_is_told(command: str, nursery: Nursery, tmp_path: Path) -> None:
+    status, said = told(nursery, tmp_path, command, "--device", "cuda")
+    assert status == 2
+    assert re.search("torch sees (no GPU|none)", said)
+    assert len(said.splitlines()) == 1
 
 
 def test_the_version_is_told(nursery: Nursery, tmp_path: Path) -> None:

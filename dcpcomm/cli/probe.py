@@ -32,9 +32,14 @@ def probe(
     Nothing is connected or sent; `dcpcomm verify` proves what could be used. Works without a GPU. The configuration is
     that of DCPCOMM_CONFIG, if it is set.
     """
+    import torch
+
     from dcpcomm import probe as probing
     from dcpcomm.config import load_config
+    from dcpcomm.errors import ConfigError
 
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("--device cuda was asked for, and torch sees no GPU here; leave it out to probe all the same")
     found = probing.probe(ranks, device, load_config())
     if as_json:
         print(json.dumps(found.as_dict(), indent=2))
