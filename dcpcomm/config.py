@@ -274,9 +274,8 @@ def _check(source: Source) -> None:
     if isinstance(table, str) and table not in ("", *_TABLES):
         source.values["cost_table"] = str(Path(table).expanduser().absolute())
         if not Path(source.values["cost_table"]).is_file():
-            source.add(
-                ("cost_table",), f"cost_table: no such file, {table!r}; correct the path, or write auto or builtin"
-            )
+            kind = "a folder" if Path(source.values["cost_table"]).is_dir() else "no such file"
+            source.add(("cost_table",), f"cost_table: {kind}, {table!r}; correct the path, or write auto or builtin")
     options = source.values.get("options")
     for name, given in options.items() if isinstance(options, dict) else ():
         if name in registry.registered_transports() and isinstance(given, dict):

@@ -201,8 +201,10 @@ def parse(text: str, label: str) -> CostTable:
     file = read_yaml(text, label)
     if file.problems:
         raise ConfigError("\n".join(map(str, file.problems)))
+    if not file.values:
+        raise ConfigError(f"{label}:1: holds nothing; expected a cost table, such as `dcpcomm tune` writes")
     try:
-        return CostTable.model_validate(file.values or {})
+        return CostTable.model_validate(file.values)
     except ValidationError as failure:
         said = [
             f"{label}:{file.lines.get(error['loc'], (1, 1))[1]}: "

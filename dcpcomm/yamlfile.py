@@ -17,6 +17,7 @@ __all__ = ["Lines", "Path", "Problem", "YamlFile", "dotted", "dump_yaml", "read_
 
 Path = tuple[Any, ...]  # keys and list indices, from the top down
 _TAG = "tag:yaml.org,2002:"
+_MOST_VALUES = 100_000  # a dozen aliases to aliases are billions
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,10 @@ class YamlFile:
     values: Any = None
     lines: dict[Path, tuple[int, int]] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
+
+
+class _TooMany(Exception):
+    pass
 
 
 class _Loader(yaml.SafeLoader):
@@ -93,6 +98,9 @@ def read_yaml(text: str, source: str) -> YamlFile:
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
         _report(file, (), line, f"not valid YAML: {error.reason}; remove that character")
+    except _TooMany:
+        file.values, message = None, f"more than {_MOST_VALUES} values, with what aliases repeat; write less"
+        _report(file, (), 1, message)
     except RecursionError:
         _report(file, (), 1, "nested too deeply to be read; a configuration needs four levels")
     return file
@@ -112,6 +120,8 @@ def _report(file: YamlFile, path: Path, line: int, message: str) -> None:
 
 def _value(file: YamlFile, node: yaml.Node, path: Path, above: tuple[yaml.Node, ...]) -> Any:
     line = node.start_mark.line + 1
+    if len(file.lines) > _MOST_VALUES:
+        raise _TooMany
     if node in above:  # an alias to what holds it: YAML allows the loop, a configuration has no use for it
         _report(file, path, line, f"{dotted(path)} contains itself through an alias; write it out")
         return None

@@ -58,7 +58,7 @@ def test_virtual_ranks_that_would_wait_for_each_other_are_told(monkeypatch: pyte
         ("[Errno 2] No such file or directory: 'ninja'", "pip install ninja"),
         ("JIT compilation is disabled via FLASHINFER_DISABLE_JIT environment variable", "unset FLASHINFER_DISABLE_JIT"),
         ("No supported CUDA architectures found for major versions [9, 10, 11, 12].", "sm_90 or later"),
-        ("[Errno 13] Permission denied: '/root/.cache/flashinfer'", "FLASHINFER_WORKSPACE_BASE"),
+        ("[Errno 13] Permission denied: '/home/me/.cache/flashinfer'", "FLASHINFER_WORKSPACE_BASE"),
         ("Ninja build failed. Ninja output: error: identifier is undefined", "DCPCOMM_LOG=info"),
     ],
 )
