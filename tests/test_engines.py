@@ -70,8 +70,8 @@ def test_the_engines_agree_to_an_ulp(dtype: torch.dtype, rng: torch.Generator) -
         outs, lses = torch.randn(n, 7, 4, 64, generator=rng).to(dtype), torch.randn(n, 7, 4, generator=rng)
         one, _ = combined(native.NativeEngine, outs, lses, "e")
         other, _ = combined(torch_engine.TorchEngine, outs, lses, "e")
-        # Their exp2 differ by a unit in the last place each way, the sums of these, the reciprocal and the product by one
-        # more each: five units of sum w|out|. Of 4,500 merges the worst came to 2.8.
+        # Their exp2 differ by a unit in the last place each way; the sums of these, the reciprocal and the product by
+        # one more each: five units of sum w|out|. Of 4,500 merges the worst came to 2.8.
         weighted = (lses.double().softmax(0)[..., None] * outs.double().abs()).sum(0)
         bound = 5 * 2.0**-23 * weighted + (0 if dtype == torch.float32 else ulp(other.double(), dtype))
         assert bool(((one.double() - other.double()).abs() <= bound).all())
