@@ -104,41 +104,48 @@ class Again:
         Args:
             own: where the library's own memory begins and ends.
         """
-        rows, lse = partial_out.data_ptr(), partial_lse.data_ptr()
-        counts = starts = 0
-        if valid_counts is not None:
-            counts = valid_counts.data_ptr()
-            if not counts:
-                return None
-        elif query_start_loc is not None and seq_lens is not None:
-            counts, starts = seq_lens.data_ptr(), query_start_loc.data_ptr()
-            if not (counts and starts):
-                return None
-        if out is None:
-            out = torch.empty(self._result, dtype=self._dtype, device=self._device)
-            to = out.data_ptr()
-        else:
-            to = out.data_ptr()
-            end = to + self._out_reach
-            if (
-                (rows < end and to < rows + self._rows_reach)
-                or (lse < end and to < lse + self._lse_reach)
-                or (counts < end and to < counts + self._counts_reach)
-                or (starts < end and to < starts + self._starts_reach)
-                or (own[0] < end and to < own[1])
-                or out.is_neg()
-                or (not torch.is_inference_mode_enabled() and out.is_inference())
+        try:
+            rows, lse = partial_out.data_ptr(), partial_lse.data_ptr()
+            counts = starts = 0
+            if valid_counts is not None:
+                counts = valid_counts.data_ptr()
+                if not counts:
+                    return None
+            elif query_start_loc is not None and seq_lens is not None:
+                counts, starts = seq_lens.data_ptr(), query_start_loc.data_ptr()
+                if not (counts and starts):
+                    return None
+            if out is None:
+                out = torch.empty(self._result, dtype=self._dtype, device=self._device)
+                to = out.data_ptr()
+            else:
+                to = out.data_ptr()
+                end = to + self._out_reach
+                if (
+                    (rows < end and to < rows + self._rows_reach)
+                    or (lse < end and to < lse + self._lse_reach)
+                    or (counts < end and to < counts + self._counts_reach)
+                    or (starts < end and to < starts + self._starts_reach)
+                    or (own[0] < end and to < own[1])
+                    or out.is_neg()
+                    or (not torch.is_inference_mode_enabled() and out.is_inference())
+                ):
+                    return None
+            if torch.is_grad_enabled() and (
+                partial_out.requires_grad or partial_lse.requires_grad or out.requires_grad
             ):
                 return None
-        if torch.is_grad_enabled() and (partial_out.requires_grad or partial_lse.requires_grad or out.requires_grad):
-            return None
-        if not (rows and lse and to) or partial_out.is_neg() or partial_lse.is_neg():
-            return None
-        if own[1] and (
-            (own[0] < rows + self._rows_reach and rows < own[1]) or (own[0] < lse + self._lse_reach and lse < own[1])
-        ):
-            return None
-        if type(tag) is not int or not -_TAGS_END <= tag < _TAGS_END:
+            if not (rows and lse and to) or partial_out.is_neg() or partial_lse.is_neg():
+                return None
+            if own[1] and (
+                (own[0] < rows + self._rows_reach and rows < own[1])
+                or (own[0] < lse + self._lse_reach and lse < own[1])
+            ):
+                return None
+            if type(tag) is not int or not -_TAGS_END <= tag < _TAGS_END:
+                return None
+        # No room for the result, say. Told from here, the peers would meet this rank's next call.
+        except Exception:
             return None
         if self._call is not None:
             given = valid_counts, seq_lens, query_start_loc
@@ -168,12 +175,20 @@ class Again:
         starts: int,
         to: int,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None:
-        key = rows & 15, lse & 3, to & 15
-        found = self._bound.get(key)
-        if found is None:
-            found = self._bind(key, partial_out, partial_lse, RowCounts(*given) if counts else None, out)
-        launch, params = found
-        lse_out = torch.empty(self._result[:2], dtype=torch.float32, device=self._device) if self._want_lse else None
+        call = self._call
+        assert call is not None
+        try:
+            key = rows & 15, lse & 3, to & 15
+            found = self._bound.get(key)
+            if found is None:
+                found = self._bind(key, partial_out, partial_lse, RowCounts(*given) if counts else None, out)
+            launch, params = found
+            lse_out = (
+                torch.empty(self._result[:2], dtype=torch.float32, device=self._device) if self._want_lse else None
+            )
+            deadline, stream = call.deadline(), call.stream()
+        except Exception:  # as in `merge`
+            return None
         channel = self._channel
         ordinal = channel.enter_quietly()
         if ordinal is None:
@@ -185,11 +200,10 @@ class Again:
             if counts:
                 params.counts.counts = counts
                 params.counts.starts = starts
-            assert self._call is not None
-            params.deadline = self._call.deadline()
+            params.deadline = deadline
             # Half the time of Header(...).
             header = tuple.__new__(Header, (ordinal, tag, self._tokens, 0, self._width, KIND_ROWS))
-            channel.launch(launch, self._call.stream(), self._transport, header)
+            channel.launch(launch, stream, self._transport, header)
         finally:
             channel.leave()
         return out if lse_out is None else (out, lse_out)

@@ -4,6 +4,7 @@ blocks on a GPU (both by the kernels' own source), and over packed blocks on CPU
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -287,3 +288,68 @@ def test_the_ranks_stay_in_step_where_one_takes_the_long_way(short_ways: Taken, 
 
     for i, results in enumerate(zip(*run(short_ways, calls), strict=True)):
         judge(list(results), cases[i], what=f"call {i}")
+
+
+class Unreadable(torch.Tensor):
+    """Whose address nobody gets."""
+
+    def __getattribute__(self, name: str) -> Any:
+        if name == "data_ptr":
+            raise RuntimeError("no address for you")
+        return super().__getattribute__(name)
+
+
+@pytest.mark.parametrize("what", ["partial_out", "partial_lse", "out"])
+def test_whatever_a_known_layout_raises_the_peers_are_told(what: str, short_ways: Taken) -> None:
+    """Raised without a word, it would let the peer merge its rows with those of this rank's next call."""
+
+    def calls(merger: dcpcomm.DCPMerger, rank: int) -> Any:
+        for call in range(3):
+            merger.merge(*good(rank, call))
+            merger.merge(*good(rank, call), out=torch.zeros(3, 4, D, dtype=torch.bfloat16))
+        if rank == 1:
+            out, lse = good(rank, 9)
+            given = {"partial_out": out, "partial_lse": lse}
+            if what == "out":
+                given["out"] = torch.zeros(3, 4, D, dtype=torch.bfloat16)
+            given[what] = given[what].as_subclass(Unreadable)
+            with pytest.raises(RuntimeError, match="no address for you"):
+                merger.merge(**given)  # type: ignore[call-overload]
+        else:
+            with pytest.raises(CallMismatch, match=r"rank 1 raised in call .* RuntimeError: no address for you"):
+                told_by_a_call_or_later(merger)
+        return merger.merge(*good(rank, 5), return_lse=True)
+
+    results = run(short_ways, calls)
+    partials = [good(rank, 5) for rank in range(N)]
+    judge(results, Case(*(torch.stack(one) for one in zip(*partials, strict=True))))
+
+
+@pytest.mark.parametrize("want_lse", [False, True])
+def test_a_result_without_room_the_first_time_is_right(
+    want_lse: bool, short_ways: Taken, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The short way then is none, and the long way asks for memory again."""
+    shapes = [(3, 4, D), (3, 4)][: 1 + want_lse]
+    refused: list[tuple[int, ...]] = []
+    real = torch.empty
+
+    def scarce(*args: Any, **kwargs: Any) -> torch.Tensor:
+        here = sys._getframe(1).f_code.co_filename
+        if here.endswith("again.py") and args[0] in shapes and tuple(args[0]) not in refused:
+            refused.append(tuple(args[0]))
+            raise torch.OutOfMemoryError("no room")
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(torch, "empty", scarce)
+
+    def calls(merger: dcpcomm.DCPMerger, rank: int) -> Any:
+        for call in range(4):
+            merger.merge(*good(rank, call), return_lse=want_lse)  # type: ignore[call-overload]
+        return merger.merge(*good(rank, 5), return_lse=want_lse)  # type: ignore[call-overload]
+
+    results = run(short_ways, calls)
+    # Over packed blocks the LSE is given room by the channel.
+    assert refused == (shapes if short_ways.over == "fused" else shapes[:1])
+    partials = [good(rank, 5) for rank in range(N)]
+    judge(results, Case(*(torch.stack(one) for one in zip(*partials, strict=True))))
