@@ -279,9 +279,11 @@ def _imported(entry: TransportEntry) -> Any:
         raise _Refused(
             f"importing it failed: {_said(error)}", f"install what that names, or {_leave_out(entry)}"
         ) from error
+    except KeyboardInterrupt:
+        raise
     # A plug-in may raise anything, and some call sys.exit when a driver is missing: neither may end an
     # engine.
-    except (Exception, SystemExit) as error:
+    except BaseException as error:
         raise _Refused(
             f"importing {module} raised {_said(error)}",
             f"report that to {entry.distribution}, and meanwhile {_leave_out(entry)}",

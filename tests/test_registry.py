@@ -160,6 +160,7 @@ def test_unknown_name_gives_the_nearest_and_the_list() -> None:
         ),
         ("1 / 0", r"raised ZeroDivisionError: division by zero.*report that to acme-ring"),
         ("raise SystemExit(3)", r"raised SystemExit: 3"),
+        ("raise type('Fatal', (BaseException,), {})('no driver')", r"raised Fatal: no driver"),
         ("def broken(:", r"raised SyntaxError"),
         ("Rings = 1", r"has no 'Ring'.*correct the path"),
     ],
