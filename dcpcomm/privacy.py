@@ -16,7 +16,9 @@ _SHOWN = re.compile(
     r"MKL|CUPY)_[A-Z0-9_]*|(LOCAL_|GROUP_)?(RANK|WORLD_SIZE)|LOCAL_WORLD_SIZE|MASTER_PORT|LD_LIBRARY_PATH|LD_PRELOAD"
 )
 _SECRET = re.compile(r"KEY|TOKEN|SECRET|PASS|PWD|AUTH|CRED|COOKIE|SESSION|PRIVATE|SIGNATURE|BEARER", re.I)
-_USER_IN_URL = re.compile(r"(?<=://)[^/\s@]+@")
+#: Up to the last @: a password may hold one itself, and a /. A path with an @ in it is left out too.
+_USER_IN_URL = re.compile(r"(?<=://)[^\s?#]*@")
+_SECRET_IN_URL = re.compile(rf"([?&][^=&#\s]*(?:{_SECRET.pattern}|sig)[^=&#\s]*=)[^&#\s]+", re.I)
 _LOOKS_SECRET = re.compile(r"\b(hf|sk|ghp|gho|github_pat|glpat|xox[abp]|AKIA)[-_]?[A-Za-z0-9_-]{16,}")
 _SHORTEST = 6
 
@@ -37,14 +39,14 @@ def without_secrets(values: Any) -> Any:
 
 
 def scrubbed(text: str, environ: Mapping[str, str]) -> str:
-    """A text without passwords in URLs, without what looks like a token, without the values of the environment's
-    secrets wherever they stand, and with the home folder as `~`.
+    """A text without passwords and tokens in URLs, without what looks like a token, without the values of the
+    environment's secrets wherever they stand, and with the home folder as `~`.
     """
     secrets = {value for name, value in environ.items() if _SECRET.search(name) and len(value) >= _SHORTEST}
     for secret in sorted(secrets, key=len, reverse=True):
         if not os.path.exists(secret):  # a path to a file with a secret in it tells none, nor does PWD
             text = text.replace(secret, HIDDEN)
-    text = _USER_IN_URL.sub(f"{HIDDEN}@", text)
+    text = _SECRET_IN_URL.sub(rf"\1{HIDDEN}", _USER_IN_URL.sub(f"{HIDDEN}@", text))
     text = _LOOKS_SECRET.sub(HIDDEN, text)
     home = environ.get("HOME", "")
     return text.replace(home, "~") if len(home) > 1 else text

@@ -184,6 +184,22 @@ def test_secrets_of_options_are_left_out_at_any_depth() -> None:
     assert shown["options"]["x"]["deep"] == [{"Password": privacy.HIDDEN, "port": 1}]
 
 
+@pytest.mark.parametrize(
+    ("came", "shown"),
+    [
+        ("https://me:p@ss@host/x", "https://(left out)@host/x"),
+        ("https://me:pa/ss@host/x", "https://(left out)@host/x"),
+        ("redis://:word@host", "redis://(left out)@host"),
+        ("https://host/x?token=abcdef&y=1", "https://host/x?token=(left out)&y=1"),
+        ("https://host/x?y=1&X-Amz-Signature=abcdef#z", "https://host/x?y=1&X-Amz-Signature=(left out)#z"),
+        ("https://host/x?sig=abcdef", "https://host/x?sig=(left out)"),
+        ("https://host/x?y=1 mail me@home", "https://host/x?y=1 mail me@home"),
+    ],
+)
+def test_no_secret_of_a_url_is_shown(came: str, shown: str) -> None:
+    assert privacy.scrubbed(f"from {came} on", {}) == f"from {shown} on"
+
+
 def test_short_values_and_paths_are_no_secrets_that_would_be_cut_out_everywhere(tmp_path: Path) -> None:
     environ = {"X_TOKEN": "1", "SSH_AUTH_SOCK": str(tmp_path), "PWD": str(tmp_path), "HOME": "/"}
     assert privacy.scrubbed(f"rank 1 at {tmp_path}", environ) == f"rank 1 at {tmp_path}"
