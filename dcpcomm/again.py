@@ -144,8 +144,7 @@ class Again:
                 return None
             if type(tag) is not int or not -_TAGS_END <= tag < _TAGS_END:
                 return None
-        # No room for the result, say. Told from here, the peers would meet this rank's next call.
-        except Exception:
+        except Exception:  # no room for the result, say: raised from here, the peers would meet this rank's next call
             return None
         if self._call is not None:
             given = valid_counts, seq_lens, query_start_loc
