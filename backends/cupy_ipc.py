@@ -87,10 +87,8 @@ class CupyIpc(PeerMemoryTransport):
                     ) from error
                 addresses[other] = opened
                 self._opened += (opened,)
-        size, device = self.peer_bytes, self.group.device
-        regions = [self._own if other == rank else tensor_at(one, size, device) for other, one in enumerate(addresses)]
         sharing = sum(one["gpu"] == told[rank]["gpu"] for one in told)
-        self._buffers = PeerBuffers(self._own, regions, sharing)
+        self._buffers = PeerBuffers(self._own, addresses, sharing)
 
     def map_symmetric(self, nbytes: int) -> PeerBuffers:
         assert self._buffers is not None
@@ -137,17 +135,16 @@ def runtime() -> Any:
 
 
 def tensor_at(address: int, nbytes: int, device: torch.device) -> torch.Tensor:
-    """uint8 `[nbytes]`: memory that torch did not allocate, as `device` addresses it. Whoever did keeps it alive.
+    """uint8 `[nbytes]`: memory on `device` that torch did not allocate. Whoever did keeps it alive.
 
     Raises:
         TransportUnavailable: torch makes a copy of it, which nobody else would see.
     """
-    with topology.on_device(device):
-        found = torch.as_tensor(_Region(address, nbytes))  # told a device, it copies what lies on another GPU to there
+    found = torch.as_tensor(_Region(address, nbytes), device=device)  # told no device, it copies to the CPU
     if found.data_ptr() != address:
         raise TransportUnavailable(
-            f"torch copies the memory at {address:#x} instead of using it; is a default device set (torch.set_default_"
-            "device, or `with torch.device(...)`)? Make the merger outside of it"
+            f"torch {torch.__version__} copies the memory at {address:#x} to {found.device} instead of using it: it "
+            f"does not take it for memory of {device}"
         )
     return found
 

@@ -129,11 +129,7 @@ class NvshmemPut(PeerMemoryTransport):
                 f"rank {rank} shares its GPU with another rank without MPS: NVSHMEM has no waits there, and ends the "
                 "process that asks for one, as what comes by a network needs; give each rank a GPU, or start MPS"
             )
-        regions = [own]
-        if self.path == "peer":
-            size = self.peer_bytes
-            regions = [own if other == rank else tensor_at(one, size, device) for other, one in enumerate(reached)]
-        self._buffers = PeerBuffers(own, regions, sum(one["gpu"] == told[rank]["gpu"] for one in told))
+        self._buffers = PeerBuffers(own, reached, sum(one["gpu"] == told[rank]["gpu"] for one in told))
 
     def _join(self, told: list[dict[str, Any]]) -> list[int]:
         """The PE of each rank: of a world that is there, or made here. All ranks see the same cards, and so go the same

@@ -306,12 +306,13 @@ class PeerBuffers:
 
     Args:
         own: uint8 `[nbytes]`, this rank's.
-        peers: by group rank, the same region of each rank as this rank addresses it; `peers[rank]` is `own`.
+        addresses: by group rank, where that rank's memory begins as this rank addresses it; `own`'s among them.
+            Numbers, because torch may copy what lies on another GPU to make it a tensor.
         sharing: ranks of the group on this rank's GPU, itself included: their waiting kernels must fit there together.
     """
 
     own: torch.Tensor
-    peers: list[torch.Tensor]
+    addresses: list[int]
     sharing: int = 1
 
 

@@ -53,7 +53,7 @@ class Ranks:
                 rank=rank, size=n, peers=[peer for peer in range(n) if peer != rank], max_sms=None,
                 exchange_timeout_s=deadline_s or DEADLINE_S,
             )  # fmt: skip
-            buffers = PeerBuffers(self.memory[rank], list(self.memory), sharing=n)
+            buffers = PeerBuffers(self.memory[rank], [one.data_ptr() for one in self.memory], sharing=n)
             mine = options[rank % len(options)] if options else PeerOptions()
             self.peers.append(FusedPeer(group, shape, buffers, self.kernels, mine))
             engine = CudaEngine(shape, rank, n, self.kernels)

@@ -202,11 +202,11 @@ def test_a_peer_that_can_not_be_opened_is_named_with_its_gpu(cuda: FakeCuda) -> 
 
 
 def test_memory_that_torch_would_copy_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A peer's, whose stores into the copy nobody would see."""
+    """What peers store there nobody would see."""
     own = torch.zeros(64, dtype=torch.uint8)
     copied = torch.zeros(64, dtype=torch.uint8)
-    monkeypatch.setattr(torch, "as_tensor", lambda region: own)
+    monkeypatch.setattr(torch, "as_tensor", lambda region, device: own)
     assert cupy_ipc.tensor_at(own.data_ptr(), 64, torch.device("cpu")) is own
-    monkeypatch.setattr(torch, "as_tensor", lambda region: copied)
-    with pytest.raises(TransportUnavailable, match="default device"):
+    monkeypatch.setattr(torch, "as_tensor", lambda region, device: copied)
+    with pytest.raises(TransportUnavailable, match="copies the memory"):
         cupy_ipc.tensor_at(own.data_ptr(), 64, torch.device("cpu"))

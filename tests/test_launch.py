@@ -105,7 +105,10 @@ def test_between_calls_the_end_of_a_rank_or_of_the_starter_is_seen() -> None:
         (first, starter), (second, _) = ranks.run(processes)
         os.kill(second, signal.SIGKILL)
         wait_until_gone([second])
-        time.sleep(0.1)  # for the starter to have asked how it ended
+        for _ in range(100):  # the starter has yet to ask how it ended
+            if not ranks.alive:
+                break
+            time.sleep(0.1)
         assert not ranks.alive
         os.kill(starter, signal.SIGKILL)
         wait_until_gone([first])

@@ -32,7 +32,7 @@ def test_a_world_is_made_once_and_joined_again(jobs: Jobs) -> None:
     assert all(not one.map_symmetric(0).own.any() for one in first), "peers find what malloc left there"
     for one, other in (first, first[::-1]):
         address = other.map_symmetric(0).own.data_ptr()
-        assert one.map_symmetric(0).peers[other.group.rank].data_ptr() == address
+        assert one.map_symmetric(0).addresses[other.group.rank] == address
     closed(second)
     closed(first)
     closed(first)

@@ -146,7 +146,7 @@ class FusedPeer:
 
     def addresses(self, channel: int) -> list[int]:
         """Where the channel's memory begins on each rank, as this rank addresses it."""
-        return [peer.data_ptr() + channel * self.places.total for peer in self._buffers.peers]
+        return [begin + channel * self.places.total for begin in self._buffers.addresses]
 
     def absence_record(self, channel: int) -> int:
         """The address of what the kernel writes where a rank doesn't come."""

@@ -10,6 +10,7 @@ For ranks in one process, whose threads see each other's stores in order.
 
 from __future__ import annotations
 
+import ctypes
 import time
 
 import numpy as np
@@ -39,8 +40,11 @@ class HostPut:
         layout = (shape.channels, _SLOTS, n)
         blocks_bytes = shape.channels * _SLOTS * n * capacity
         with torch.inference_mode(False):
-            self._blocks = [peer[:blocks_bytes].view(*layout, capacity) for peer in buffers.peers]
-            flags = [peer[blocks_bytes : blocks_bytes + np.prod(layout) * ALIGNMENT] for peer in buffers.peers]
+            size = slots_bytes(shape, n)
+            memory = [torch.frombuffer((ctypes.c_uint8 * size).from_address(begin), dtype=torch.uint8)
+                      for begin in buffers.addresses]  # fmt: skip
+            self._blocks = [one[:blocks_bytes].view(*layout, capacity) for one in memory]
+            flags = [one[blocks_bytes:] for one in memory]
         words = [flag.view(torch.int64).view(*layout, -1).numpy() for flag in flags]
         self._flags: list[np.ndarray] = [word[..., 0] for word in words]
         self._given_up: list[np.ndarray] = [word[..., 1] for word in words]

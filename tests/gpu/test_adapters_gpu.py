@@ -118,6 +118,7 @@ def too_early(group: Any, case: Any) -> Any:
         return raised, len(MERGERS) - before
 
 
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty:UserWarning")  # of torch, when the capture is given up
 @needs_gpu
 def test_a_capture_that_would_have_to_build_raises(rng: torch.Generator) -> None:
     for raised, built in run(2, too_early, make_case(rng, 2)):
