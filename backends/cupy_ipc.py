@@ -140,7 +140,8 @@ def tensor_at(address: int, nbytes: int, device: torch.device) -> torch.Tensor:
     Raises:
         TransportUnavailable: torch makes a copy of it, which nobody else would see.
     """
-    found = torch.as_tensor(_Region(address, nbytes), device=device)  # told no device, it copies to the CPU
+    with torch.inference_mode(False):  # or it could not be written outside of inference mode
+        found = torch.as_tensor(_Region(address, nbytes), device=device)  # told no device, it copies to the CPU
     if found.data_ptr() != address:
         raise TransportUnavailable(
             f"torch {torch.__version__} copies the memory at {address:#x} to {found.device} instead of using it: it "

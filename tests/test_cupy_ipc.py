@@ -201,6 +201,15 @@ def test_a_peer_that_can_not_be_opened_is_named_with_its_gpu(cuda: FakeCuda) -> 
         connected(cuda)
 
 
+def test_memory_of_a_merger_made_in_inference_mode_can_be_written_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = (ctypes.c_uint8 * 64)()
+    monkeypatch.setattr(torch, "as_tensor", lambda region, device: torch.frombuffer(words, dtype=torch.uint8))
+    with torch.inference_mode():
+        made = cupy_ipc.tensor_at(ctypes.addressof(words), 64, torch.device("cpu"))
+    made.fill_(3)
+    assert bytes(words) == b"\3" * 64
+
+
 def test_memory_that_torch_would_copy_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """What peers store there nobody would see."""
     own = torch.zeros(64, dtype=torch.uint8)
