@@ -82,7 +82,8 @@ class Result:
                 on = f"a GPU each ({gpus}{link})"
             elif gpus:
                 who, on = f"{group.count} virtual ranks", f"streams of one GPU ({gpus})"
-            parts.append(f"{who}, {on}; limit: {group.limit}")
+            guide = ", a guide alone: they take turns" if gpus and group.are != "processes" else ""
+            parts.append(f"{who}, {on}; limit: {group.limit}{guide}")
         return "\n".join(parts)
 
     def not_measured(self) -> list[str]:

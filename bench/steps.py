@@ -24,6 +24,8 @@ State = Literal["passed", "failed", "skipped", "out of time"]
 
 #: With less than this left nothing is begun: ranks take that long to import torch and to meet.
 LEAST_S = 20.0
+#: What a step may take at the most, of what it wants: beyond that it hangs.
+_PATIENCE = 3.0
 #: Between a polite signal and the last one, for torchrun to end its ranks.
 _GRACE_S = 5.0
 #: What every process of a step has in its environment, wherever it has gone.
@@ -40,7 +42,7 @@ class Step:
         ranks: N.
         transport: the one that it is about; "" where it is about several.
         command: as `subprocess` takes it.
-        wants_s: as long as it may take, if there is time.
+        wants_s: about as long as it takes.
         note: what must be known to read its result.
     """
 
@@ -86,7 +88,7 @@ class Done:
 
 
 def limit_for(wants_s: float, wanted_after_s: float, left_s: float) -> float | None:
-    """Seconds that a step may take: all that it wants if there is time, else its share of what is left.
+    """Seconds that a step may take: its share of what is left, but three times what it wants at the most.
 
     Args:
         wants_s: its own wish.
@@ -98,18 +100,16 @@ def limit_for(wants_s: float, wanted_after_s: float, left_s: float) -> float | N
     """
     if left_s < LEAST_S:
         return None
-    wanted = wants_s + wanted_after_s
-    if wanted <= left_s:
-        return wants_s
+    share = left_s * wants_s / (wants_s + wanted_after_s)
     # A share too small to start in would be wasted: rather those that come first are made, and the last are not.
-    return min(max(left_s * wants_s / wanted, LEAST_S), left_s)
+    return min(max(min(share, _PATIENCE * wants_s), LEAST_S), left_s)
 
 
 def run_step(step: Step, folder: Path, limit_s: float) -> Done:
     """Run it, with its standard output in `NAME.out` and its standard error in `NAME.err` of `folder`."""
     mark = secrets.token_hex(16)
     # Started elsewhere than here, and not from the sources' folder: `import dcpcomm` must find what is installed.
-    environment = {**os.environ, _MARK: mark, "PYTHONSAFEPATH": "1"}
+    environment = {**os.environ, _MARK: mark, "PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1"}
     began = time.monotonic()
     status: int | None = None
     with (folder / f"{step.name}.out").open("wb") as out, (folder / f"{step.name}.err").open("wb") as err:

@@ -41,6 +41,8 @@ __all__ = ["try_in_children"]
 
 _GRACE_S = 2.0  # for a verdict that was reached at the deadline to get through
 _START_S = 60.0  # for a child to import torch and the transport, before the clock of the trial starts
+#: Trials of this process that went well. Of what can tear a message none is kept: each shape is another case.
+_went_well: set[str] = set()
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,9 @@ class _Ending:
 def try_in_children(
     group: Group, shape: MergeShape, config: MergeConfig, cls: type[MergeTransport], device: torch.device
 ) -> Fallen | None:
-    """None where all children connected and verified `cls`; else where it fell first. Collective over `group`."""
+    """None where all children connected and verified `cls`, now or for an earlier merger of these processes; else where
+    it fell first. Collective over `group`.
+    """
     name = cls.name
     one_host = len(set(group.hosts)) == 1
     store = None
@@ -93,9 +97,14 @@ def try_in_children(
         )
         address = "127.0.0.1" if one_host else socket.getfqdn()
         posted = f"{address} {store.port}".encode()
-    met = group.control.exchange(posted, config.verify.deadline_s, f"preparing a trial of {name!r}")[0].decode()
-    address, port = met.split()
     target = f"{cls.__module__}:{cls.__qualname__}"
+    options = str(config.options.get(name))
+    key = json.dumps([target, options, group.rank, group.hosts, group.places, str(device)])
+    known = b"known " if key in _went_well and not cls.capabilities.soak_bytes else b"new "
+    met = group.control.exchange(known + posted, config.verify.deadline_s, f"preparing a trial of {name!r}")
+    if all(one.startswith(b"known ") for one in met):
+        return None
+    _, address, port = met[0].decode().split()
     # Halved: connecting and verifying each get their share of the deadline, at whose end the child is killed.
     half = config.verify.model_copy(update={"deadline_s": config.verify.deadline_s / 2})
     config_of_child = config.model_copy(update={"verify": half})
@@ -118,7 +127,10 @@ def try_in_children(
     patience = config.verify.deadline_s + _START_S
     posted_ending = json.dumps(asdict(ending)).encode()
     endings = group.control.exchange(posted_ending, patience, f"trying transport {name!r} in child processes")
-    return _culprit([_Ending.from_dict(json.loads(one)) for one in endings])
+    fallen = _culprit([_Ending.from_dict(json.loads(one)) for one in endings])
+    if fallen is None:
+        _went_well.add(key)
+    return fallen
 
 
 def _culprit(endings: list[_Ending]) -> Fallen | None:

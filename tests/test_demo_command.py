@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import subprocess
 import sys
@@ -9,12 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 import dcpcomm
 from dcpcomm.cli import main
-from dcpcomm.cli.demo import show
+from dcpcomm.cli.demo import _variants, show
 from dcpcomm.demo.judge import RankReport
 from dcpcomm.demo.run import Settings, run_rank
+from dcpcomm.registry import registered_transports
 
 
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
@@ -162,3 +165,18 @@ def test_under_torchrun_rank_0_alone_speaks() -> None:
     )
     assert launched.returncode == 0, launched.stderr
     assert json.loads(launched.stdout)["ranks"] == 2
+
+
+def test_no_name_and_no_figure_is_cut_in_80_columns() -> None:
+    console = Console(width=80, record=True, file=io.StringIO())
+    one = {
+        "projection": "before", "merge_median_us": [123456.0], "step_median_us": 1234567.0, "merge_share": 1.0,
+        "wire_bytes_per_rank": 1234567, "max_attention_difference": 2.7e-06,
+    }  # fmt: skip
+    names, modes = registered_transports(), ("eager", "graph")
+    variants = [{**one, "transport": name, "mode": mode} for name in names for mode in modes]
+    console.print(_variants({"variants": variants}))
+    text = console.export_text()
+    assert "…" not in text
+    for word in (*names, "before", "123,456", "1,234,567", "100%", "2.7e-06", "transport", "differs"):
+        assert word in text

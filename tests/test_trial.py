@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,9 @@ import torch
 import torch.distributed as dist
 
 import dcpcomm
+from dcpcomm import trial
 from dcpcomm.registry import unregister_transport
+from tests.hanging import Hanging
 from tests.world import Raised, World, meet, outcome, rank_of
 
 DEADLINE_S = 2.0  # where it passes; where it must not, `PATIENCE_S`: the machine may be busy
@@ -110,3 +113,34 @@ def test_wrong_bits_are_told_from_could_not_verify(pair: World) -> None:
     for made, *_ in pair.run(constructs, 1, "corrupt", False, fresh=True):
         assert isinstance(made, Raised)
         assert "VerificationFailed" in made.kinds, made.trace
+
+
+def constructs_often(group: Any, soak_bytes: int) -> list[int]:
+    """How many trials there had been after each construction: one, the same, rank 1 has forgotten, another option."""
+    dcpcomm.register_transport("hanging", "tests.hanging:Hanging")
+    shape = dcpcomm.MergeShape(max_tokens=4, num_heads=4, head_dim=32, dtype=torch.float32, lse_base="e")
+    begun: list[str] = []
+    counted: list[int] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trial, "_went_well", set())
+        patch.setattr(Hanging, "capabilities", replace(Hanging.capabilities, soak_bytes=soak_bytes))
+        patch.setattr(trial, "_run_child", lambda task, limit_s: begun.append(task.name) or trial._Ending())
+        for again in range(4):
+            if again == 2 and rank_of(group) == 1:
+                trial._went_well.clear()
+            option = {"rank": -1, "fault": "die" if again == 3 else "hang"}
+            config = {"transport": "hanging", "verify": {"level": "quick", "deadline_s": PATIENCE_S}}
+            dcpcomm.DCPMerger(group, shape, {**config, "options": {"hanging": option}}).close()
+            counted.append(len(begun))
+    meet()
+    unregister_transport("hanging")
+    return counted
+
+
+@pytest.mark.parametrize(("soak_bytes", "trials"), [(0, [1, 1, 2, 3]), (1000, [1, 2, 3, 4])])
+def test_what_went_well_is_not_tried_again_for_the_next_merger(
+    pair: World, soak_bytes: int, trials: list[int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """All ranks hold the same trials, also where one has forgotten; what can tear a message is tried each time."""
+    monkeypatch.setenv("DCPCOMM_CACHE_DIR", str(tmp_path))
+    assert pair.run(constructs_often, soak_bytes, fresh=True) == [trials, trials]

@@ -30,8 +30,8 @@ _KEY = (
     "W_UV turns the latent that attention returns into a head's output. Before the merge it makes what is sent "
     "smaller, but every rank projects all heads. Times in us, the median over steps on the slowest rank: of the layer "
     "whose merge takes longest, and of a whole step; share: of the step, in merges. Sent: bytes of a rank in one "
-    "merge. Difference: the largest of attention outputs to those of one rank that holds the whole cache; where "
-    "partials are shorter than float32, in the first layer, as then others may attend to other entries."
+    "merge. Differs: the largest difference of attention outputs to those of one rank that holds the whole cache; "
+    "where partials are shorter than float32, in the first layer, as then others may attend to other entries."
 )
 #: Bytes of a file that are read: every rank prefills them all, in a time that grows with their square.
 MAX_CONTEXT = 8192
@@ -335,12 +335,12 @@ def _variants(result: dict[str, Any]) -> Table:
 
     variants = result["variants"]
     several = len({(one["transport"], one["mode"]) for one in variants}) > 1
-    table = Table(box=None, padding=(0, 2))
+    table = Table(box=None, padding=(0, 1))  # all of it fits in 80 columns, and no name is cut
     for name in ("transport", "mode") if several else ():
-        table.add_column(name)
-    table.add_column("W_UV")
-    for name in ("merge", "step", "share", "sent", "difference"):
-        table.add_column(name, justify="right")
+        table.add_column(name, no_wrap=True)
+    table.add_column("W_UV", no_wrap=True)
+    for name in ("merge", "step", "share", "sent", "differs"):
+        table.add_column(name, justify="right", no_wrap=True)
     for one in variants:
         table.add_row(
             *((str(one["transport"]), one["mode"]) if several else ()),
