@@ -54,7 +54,7 @@ import os, sys, time
 import torch, torch.distributed as dist, dcpcomm
 from dcpcomm.graphs import captured
 rank = int(os.environ["RANK"])
-torch.cuda.set_device(rank)
+torch.cuda.set_device(rank % torch.cuda.device_count())
 dist.init_process_group("gloo")
 shape = dcpcomm.MergeShape(max_tokens=4, num_heads=4, head_dim=32, dtype=torch.float32, lse_base="e")
 def build(timeout_s=20, **more):
@@ -65,7 +65,7 @@ out = torch.full((3, 2, 32), torch.nan, device="cuda")
 def with_graph():
     merger = build()
     merger.merge(partial, lse, out=out)
-    graph = captured(lambda: merger.merge(partial, lse, out=out), torch.device("cuda", rank))
+    graph = captured(lambda: merger.merge(partial, lse, out=out), torch.device("cuda", torch.cuda.current_device()))
     graph.replay()
     torch.cuda.synchronize()
     merger.check()
@@ -123,7 +123,7 @@ def test_processes_end_cleanly(way: str, transport: str, tmp_path: Path) -> None
 ABSENT = """
 merger = build(timeout_s=2)
 merger.merge(partial, lse, out=out)
-graph = captured(lambda: merger.merge(partial, lse, out=out), torch.device("cuda", rank))
+graph = captured(lambda: merger.merge(partial, lse, out=out), torch.device("cuda", torch.cuda.current_device()))
 graph.replay()
 torch.cuda.synchronize()
 dist.barrier()

@@ -17,7 +17,10 @@ from dcpcomm.testing import run_conformance
 from tests.gpu.test_nccl import BEGIN, two_processes
 
 pytestmark = [
-    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NVSHMEM wants a GPU for each of two ranks"),
+    pytest.mark.skipif(
+        torch.cuda.device_count() < (1 if os.environ.get("DCPCOMM_TEST_SHARED_GPU") else 2),
+        reason="NVSHMEM wants a GPU for each of two ranks, or MPS; with MPS set DCPCOMM_TEST_SHARED_GPU=1",
+    ),
     pytest.mark.skipif(
         importlib.util.find_spec("nvshmem") is None, reason="nvshmem4py is not installed: pip install 'dcpcomm[cu12]'"
     ),
@@ -99,7 +102,7 @@ def test_a_world_that_is_there_is_joined(path: str, tmp_path: Path) -> None:
 ABSENT = """
 merger = build(timeout_s=2)
 merger.merge(partial, lse, out=out)
-graph = captured(lambda: merger.merge(partial, lse, out=out), torch.device("cuda", rank))
+graph = captured(lambda: merger.merge(partial, lse, out=out), torch.device("cuda", torch.cuda.current_device()))
 graph.replay()
 torch.cuda.synchronize()
 dist.barrier()
