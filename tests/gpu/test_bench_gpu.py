@@ -13,7 +13,9 @@ from typing import Any
 import pytest
 import torch
 
+from dcpcomm.bench import decode_loop
 from dcpcomm.bench.checked import Checked
+from dcpcomm.bench.decode_loop import Plan as DecodePlan
 from dcpcomm.bench.limits import Gate, Limits, Probe, measure_limits
 from dcpcomm.bench.measure import Inputs, Settings
 from dcpcomm.bench.ranks import Meeting, Ranks, ThreadRanks
@@ -135,3 +137,20 @@ def test_projected_merges_with_empty_rows_and_late_ranks(tmp_path: Path) -> None
         if cell.skew_us:
             # What is left without the lateness is a merge: not 50 us more, and not nothing.
             assert 0.2 < us < times[replace(cell, skew_us=0.0)] + 25
+
+
+def test_a_decode_loop_is_right_and_its_merges_take_a_part_of_it() -> None:
+    n = 2
+    plan = DecodePlan(("loopback_peer",), layers=5, rows=4, heads=16, latent=128, value=64, work=256, rounds=5)
+    meeting = Meeting(n)
+
+    def body(group: Any) -> Any:
+        device = torch.device("cuda", torch.cuda.current_device())
+        return decode_loop.run(group, ThreadRanks(meeting, group.rank), device, plan, lambda text: None)
+
+    (row,) = decode_loop.rows_of(LoopbackWorld(n).run(body, timeout_s=200))
+    print(row)
+    assert row.wrong == 0
+    assert row.chosen.startswith("loopback_peer, W_UV ")
+    assert 0 < row.merges_us < row.step_us
+    assert row.eager_step_us
