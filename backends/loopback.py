@@ -131,7 +131,9 @@ class LoopbackPeer(PeerMemoryTransport):
 
     def map_symmetric(self, nbytes: int) -> PeerBuffers:
         assert self._memory is not None
-        return PeerBuffers(self._memory, [one.data_ptr() for one in self._opened], sharing=self.group.size)
+        return PeerBuffers(
+            self._memory, [one.data_ptr() for one in self._opened], sharing=self.group.size, kept=list(self._opened)
+        )
 
     def close(self) -> None:
         if self._memory is not None:

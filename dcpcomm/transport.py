@@ -309,11 +309,13 @@ class PeerBuffers:
         addresses: by group rank, where that rank's memory begins as this rank addresses it; `own`'s among them.
             Numbers, because torch may copy what lies on another GPU to make it a tensor.
         sharing: ranks of the group on this rank's GPU, itself included: their waiting kernels must fit there together.
+        kept: whatever must live while the addresses are used, the tensors of ranks in this process, say.
     """
 
     own: torch.Tensor
     addresses: list[int]
     sharing: int = 1
+    kept: object = None
 
 
 class PeerMemoryTransport(MergeTransport):

@@ -36,15 +36,20 @@ class HostPut:
 
     def __init__(self, group: Group, shape: MergeShape, buffers: PeerBuffers) -> None:
         self._group = group
+        self._buffers = buffers  # kept: a peer may have closed, and its memory must be there for what is under way
         n, capacity = group.size, block_capacity(shape, group.size)
         layout = (shape.channels, _SLOTS, n)
         blocks_bytes = shape.channels * _SLOTS * n * capacity
         with torch.inference_mode(False):
             size = slots_bytes(shape, n)
-            memory = [torch.frombuffer((ctypes.c_uint8 * size).from_address(begin), dtype=torch.uint8)
-                      for begin in buffers.addresses]  # fmt: skip
+            memory = [
+                buffers.own
+                if rank == group.rank
+                else torch.frombuffer((ctypes.c_uint8 * size).from_address(begin), dtype=torch.uint8)
+                for rank, begin in enumerate(buffers.addresses)
+            ]
             self._blocks = [one[:blocks_bytes].view(*layout, capacity) for one in memory]
-            flags = [one[blocks_bytes:] for one in memory]
+            flags = [one[blocks_bytes:size] for one in memory]  # memory may be rounded up
         words = [flag.view(torch.int64).view(*layout, -1).numpy() for flag in flags]
         self._flags: list[np.ndarray] = [word[..., 0] for word in words]
         self._given_up: list[np.ndarray] = [word[..., 1] for word in words]
