@@ -10,12 +10,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dcpcomm.aliasing import reach
+from dcpcomm.alike import alike
 from dcpcomm.combine.engine import Partials
 from dcpcomm.combine.params import counts_of
 from dcpcomm.combine.wire import KIND_ROWS, Header
 from dcpcomm.rows import RowCounts
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from dcpcomm.channel import Channel
     from dcpcomm.combine.driver import Launch
     from dcpcomm.combine.fused import FusedCall
@@ -26,6 +29,7 @@ __all__ = ["Again", "Known", "layout_of"]
 _TAGS_END = 2**31
 _LAYOUTS_KEPT = 1024
 _BOUND_KEPT = 16  # one for each alignment, of which there are few
+_GUARDS_MADE = 8  # in all: who changes between inference mode and none would pay for one in each call
 
 
 def layout_of(
@@ -86,6 +90,44 @@ class Again:
         self._counts_reach = 0 if first is None else reach(first)
         self._starts_reach = 0 if starts is None else reach(starts)
         self._bound: dict[Any, tuple[Launch, FusedParams]] = {}
+        self._form: tuple[bool, ...] = ()
+        self._like: Callable[..., bool] | None = None
+        self._guards_made = 0
+
+    def expect(
+        self,
+        partial_out: torch.Tensor,
+        partial_lse: torch.Tensor,
+        valid_counts: torch.Tensor | None,
+        out: torch.Tensor | None,
+    ) -> None:
+        """A call with these has gone well, by `merge`: the next ones are known by `alike`."""
+        if self._guards_made == _GUARDS_MADE:
+            return
+        self._guards_made += 1
+        tensors = [one for one in (partial_out, partial_lse, valid_counts, out) if one is not None]
+        self._form = valid_counts is None, out is None
+        self._like = None if any(one.requires_grad for one in tensors) else alike(tensors)
+
+    def is_like(
+        self,
+        partial_out: torch.Tensor,
+        partial_lse: torch.Tensor,
+        valid_counts: torch.Tensor | None,
+        out: torch.Tensor | None,
+        return_lse: bool,
+    ) -> bool:
+        """Whether a call with these, and no lengths, is one of this layout in which nothing can be wrong that
+        tensors show, but for where they lie. False also where that would take longer to tell.
+        """
+        like = self._like
+        if like is None or return_lse is not self._want_lse or self._form != (valid_counts is None, out is None):
+            return False
+        if valid_counts is None:
+            return like(partial_out, partial_lse) if out is None else like(partial_out, partial_lse, out)
+        if out is None:
+            return like(partial_out, partial_lse, valid_counts)
+        return like(partial_out, partial_lse, valid_counts, out)
 
     def merge(
         self,
@@ -97,12 +139,14 @@ class Again:
         out: torch.Tensor | None,
         tag: Any,
         own: tuple[int, int],
+        looked_at: bool = False,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None:
         """As `DCPMerger.merge`. None, and nothing is done, where there is something to tell or to look at: that takes
         the long way.
 
         Args:
             own: where the library's own memory begins and ends.
+            looked_at: by `is_like`.
         """
         try:
             rows, lse = partial_out.data_ptr(), partial_lse.data_ptr()
@@ -127,15 +171,9 @@ class Again:
                     or (counts < end and to < counts + self._counts_reach)
                     or (starts < end and to < starts + self._starts_reach)
                     or (own[0] < end and to < own[1])
-                    or out.is_neg()
-                    or (not torch.is_inference_mode_enabled() and out.is_inference())
                 ):
                     return None
-            if torch.is_grad_enabled() and (
-                partial_out.requires_grad or partial_lse.requires_grad or out.requires_grad
-            ):
-                return None
-            if not (rows and lse and to) or partial_out.is_neg() or partial_lse.is_neg():
+            if not (rows and lse and to) or (not looked_at and self._tells(partial_out, partial_lse, out)):
                 return None
             if own[1] and (
                 (own[0] < rows + self._rows_reach and rows < own[1])
@@ -160,6 +198,15 @@ class Again:
         finally:
             self._channel.leave()
         return merged if merged_lse is None else (merged, merged_lse)
+
+    @staticmethod
+    def _tells(partial_out: torch.Tensor, partial_lse: torch.Tensor, out: torch.Tensor) -> bool:
+        """Whether there is something to tell of them that no layout shows."""
+        if torch.is_grad_enabled() and (partial_out.requires_grad or partial_lse.requires_grad or out.requires_grad):
+            return True
+        if not torch.is_inference_mode_enabled() and out.is_inference():
+            return True
+        return partial_out.is_neg() or partial_lse.is_neg() or out.is_neg()
 
     def _in_one_launch(
         self,
@@ -225,7 +272,19 @@ class Again:
 
 
 class Known(dict[Any, Again]):
-    """One merger's, by `layout_of`."""
+    """One merger's, by `layout_of`.
+
+    Attributes:
+        latest: by channel, the one that was taken last.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.latest: dict[int, Again] = {}
+
+    def clear(self) -> None:
+        super().clear()
+        self.latest.clear()
 
     def learn(
         self, like: Any, channel: Channel, partials: Partials, header: Header, merged: torch.Tensor, want_lse: bool

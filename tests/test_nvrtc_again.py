@@ -198,12 +198,16 @@ def test_what_is_wrong_is_told_also_when_its_layout_is_known(what: str, short_wa
             lengths = {"seq_lens": torch.ones(2, dtype=torch.int32), "query_start_loc": torch.tensor([0, 1, 3])}
             merger.merge(*good(rank, call), **lengths)  # type: ignore[call-overload]
             merger.merge(*good(rank, call), out=room, **lengths)  # type: ignore[call-overload]
-        if rank == 1:
-            with pytest.raises(ShapeError, match="rank 1"):
-                WRONG[what](merger, rank)
-        else:
-            with pytest.raises(CallMismatch, match=r"rank 1 raised in call .* ShapeError"):
-                told_by_a_call_or_later(merger)
+        latest: list[dict[str, Any]] = [{}, {"out": room}, {"valid_counts": torch.ones(3, dtype=torch.int32)}]
+        for keywords in latest:  # one after the other is what the wrong call is compared with
+            for call in range(2):
+                merger.merge(*good(rank, call), **keywords)
+            if rank == 1:
+                with pytest.raises(ShapeError, match="rank 1"):
+                    WRONG[what](merger, rank)
+            else:
+                with pytest.raises(CallMismatch, match=r"rank 1 raised in call .* ShapeError"):
+                    told_by_a_call_or_later(merger)
         return merger.merge(*good(rank, 5), return_lse=True)
 
     results = run(short_ways, calls)

@@ -103,13 +103,18 @@ def test_each_result_is_right_and_stays(
         pretend(monkeypatch, tmp_path_factory.getbasetemp())
     dice = random.Random(seed)
     forms = [Form(dice, scatter, 2) for _ in range(FORMS)]
-    calls = [Call(dice.choice(forms), rng, dice) for _ in range(CALLS)]
+    calls: list[Call] = []
+    for _ in range(CALLS):  # often as before
+        form = calls[-1].form if calls and dice.random() < 0.5 else dice.choice(forms)
+        calls.append(Call(form, rng, dice))
     taken: list[bool] = []
+    known: list[bool] = []
     real = Again.merge
 
     def noting(self: Again, *args: Any) -> Any:
         result = real(self, *args)
         taken.append(result is not None)
+        known.append(args[-1] is True and result is not None)
         return result
 
     monkeypatch.setattr(Again, "merge", noting)
@@ -144,3 +149,4 @@ def test_each_result_is_right_and_stays(
         call for call in calls if 0 < call.form.b <= MOST and (over in ("fused", "packed") or not call.form.counts)
     ]
     assert sum(taken) >= N * (len(short) - 4 * FORMS), "the short way was hardly taken"
+    assert sum(known) >= N, "no layout was known at a glance"
