@@ -182,11 +182,16 @@ class Again:
                 return None
             if type(tag) is not int or not -_TAGS_END <= tag < _TAGS_END:
                 return None
+            lse_out = (
+                torch.empty(self._result[:2], dtype=torch.float32, device=self._device) if self._want_lse else None
+            )
         except Exception:  # no room for the result, say: raised from here, the peers would meet this rank's next call
             return None
         if self._call is not None:
             given = valid_counts, seq_lens, query_start_loc
-            return self._in_one_launch(partial_out, partial_lse, given, out, tag, rows, lse, counts, starts, to)
+            return self._in_one_launch(
+                partial_out, partial_lse, given, out, lse_out, tag, rows, lse, counts, starts, to
+            )
         ordinal = self._channel.enter_quietly()
         if ordinal is None:
             return None
@@ -194,7 +199,7 @@ class Again:
             of_rows = RowCounts(valid_counts, seq_lens, query_start_loc) if counts else None
             partials = Partials(partial_out, partial_lse, of_rows)
             header = Header(ordinal, tag, self._tokens, 0, self._width)
-            merged, merged_lse = self._channel.merge(partials, 0, self._result[0], header, out, self._want_lse)
+            merged, merged_lse = self._channel.merge(partials, 0, self._result[0], header, out, lse_out, self._want_lse)
         finally:
             self._channel.leave()
         return merged if merged_lse is None else (merged, merged_lse)
@@ -214,6 +219,7 @@ class Again:
         partial_lse: torch.Tensor,
         given: tuple[torch.Tensor | None, ...],
         out: torch.Tensor,
+        lse_out: torch.Tensor | None,
         tag: int,
         rows: int,
         lse: int,
@@ -229,9 +235,6 @@ class Again:
             if found is None:
                 found = self._bind(key, partial_out, partial_lse, RowCounts(*given) if counts else None, out)
             launch, params = found
-            lse_out = (
-                torch.empty(self._result[:2], dtype=torch.float32, device=self._device) if self._want_lse else None
-            )
             deadline, stream = call.deadline(), call.stream()
         except Exception:  # as in `merge`
             return None

@@ -218,16 +218,39 @@ class Channel:
             call.call_off(Header(ordinal=0, tag=0, tokens=0, chunk=0, width=0, kind=KIND_CANCELLED))
             transport.exchange(send.blocks, self.index, recv=recv.blocks)
 
+    def room(
+        self, tokens: int, t: int, width: int, out: torch.Tensor | None, want_lse: bool
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Where the result of a call of `tokens` rows goes: `out`, or memory for `[t, h, width]`, and for the LSE
+        `[t, h]` float32 if it is wanted. Asked for before anything is sent: there may be none left. None for what the
+        transport brings itself.
+        """
+        transport = self._carrier(tokens) if self._transports else None
+        if transport is not None and transport.fused_merge is not None:
+            return out, None
+        h, device = self._heads, self._device
+        if out is None:
+            out = torch.empty((t, h, width), dtype=self._shape.dtype, device=device)
+        return out, torch.empty((t, h), dtype=torch.float32, device=device) if want_lse else None
+
+    def _carrier(self, tokens: int) -> MergeTransport:
+        """What carries calls of so many rows."""
+        transport = self._carriers.get(tokens)
+        if transport is None:
+            transport = self._carriers[tokens] = self._transports[self._decision.transport_for(tokens)]
+        return transport
+
     def merge(
-        self, partials: Partials, start: int, t: int, header: Header, out: torch.Tensor | None, want_lse: bool
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        self, partials: Partials, start: int, t: int, header: Header, out: torch.Tensor | None,
+        out_lse: torch.Tensor | None, want_lse: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
         """Exchange and combine rows `start` to `start + t` of the result: one chunk.
 
         Args:
-            out: `[t, h, D]` to write to, any strides; None: freshly allocated.
+            out: `[t, h, D]` to write to, any strides; `out_lse`: `[t, h]`; as from `room`.
 
         Returns:
-            out, and the LSE `[t, h]` float32 or None.
+            the result, and its LSE if it is wanted.
 
         Raises:
             CallMismatch: a peer is in another call, or raised instead of sending.
@@ -235,11 +258,9 @@ class Channel:
         """
         if not self._transports:
             partials = partials if partials.counts is None else partials.cleaned()
-            return self._combine(*partials.part(self._shape.scatter, 1, start, t), out, want_lse)
+            return self._combine(*partials.part(self._shape.scatter, 1, start, t), out, out_lse)
 
-        transport = self._carriers.get(header.tokens)
-        if transport is None:
-            transport = self._carriers[header.tokens] = self._transports[self._decision.transport_for(header.tokens)]
+        transport = self._carrier(header.tokens)
         self._watchdog.begin(self.index, header)
         try:
             if transport.fused_merge is not None:
@@ -251,9 +272,14 @@ class Channel:
                 views = partials if plain else partials.cleaned()
                 rows, lses = views.part(self._shape.scatter, self._group.size, start, t)
                 rows, lses = transport.exchange((rows.transpose(0, 1), lses.transpose(0, 1)), self.index)
-                return self._combine(rows.transpose(0, 1), lses.transpose(0, 1), out, want_lse)
-            merge = self._packed if transport.fused is None else self._in_one_launch
-            return merge(transport, _layout(partials, header, t), partials, start, header, out, want_lse)
+                return self._combine(rows.transpose(0, 1), lses.transpose(0, 1), out, out_lse)
+            assert out is not None
+            layout = _layout(partials, header, t)
+            if transport.fused is None:
+                self._packed(transport, layout, partials, start, header, out, out_lse)
+            else:
+                self._fused_call(transport, layout).merge(partials, start, header, out, out_lse)
+            return out, out_lse
         except TransportTimeout as error:
             raise self._break(self._blame.timeout(transport.name, error, header)) from error
         except CallMismatch:
@@ -297,25 +323,15 @@ class Channel:
 
     def _packed(
         self, transport: MergeTransport, layout: tuple[Any, ...], partials: Partials, start: int, header: Header,
-        out: torch.Tensor | None, want_lse: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
+        out: torch.Tensor, out_lse: torch.Tensor | None,
+    ) -> None:  # fmt: skip
         call, send, recv = self._call(transport, layout, None)
         call.pack(partials, start, header)
         arrived = transport.exchange(send.blocks, self.index, recv=recv.blocks)
         if arrived is not recv.blocks:
             call, _, recv = self._call(transport, layout, arrived)
-        out, out_lse = self._room(out, layout[1], header.width, want_lse)
         if not call.combine(partials, start, header, out, out_lse):
             self._refuse(recv.words, header)
-        return out, out_lse
-
-    def _in_one_launch(
-        self, transport: MergeTransport, layout: tuple[Any, ...], partials: Partials, start: int, header: Header,
-        out: torch.Tensor | None, want_lse: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
-        out, out_lse = self._room(out, layout[1], header.width, want_lse)
-        self._fused_call(transport, layout).merge(partials, start, header, out, out_lse)
-        return out, out_lse
 
     def _fused_call(self, transport: MergeTransport, layout: tuple[Any, ...]) -> FusedCall:
         """What merges calls of this layout in one launch."""
@@ -328,20 +344,11 @@ class Channel:
         return found
 
     def _combine(
-        self, rows: torch.Tensor, lses: torch.Tensor, out: torch.Tensor | None, want_lse: bool
+        self, rows: torch.Tensor, lses: torch.Tensor, out: torch.Tensor | None, out_lse: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        out, out_lse = self._room(out, rows.shape[1], rows.shape[3], want_lse)
+        assert out is not None
         self._engine.combine(rows, lses, out, out_lse)
         return out, out_lse
-
-    def _room(
-        self, out: torch.Tensor | None, t: int, width: int, want_lse: bool
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Where the result goes: `[t, h, D]`, and `[t, h]` float32 if it is wanted."""
-        h, device = self._heads, self._device
-        if out is None:
-            out = torch.empty((t, h, width), dtype=self._shape.dtype, device=device)
-        return out, torch.empty((t, h), dtype=torch.float32, device=device) if want_lse else None
 
     def _fused(
         self, transport: MergeTransport, partials: Partials, start: int, t: int

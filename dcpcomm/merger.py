@@ -250,15 +250,16 @@ class DCPMerger:
                 if partial_out.is_neg() or partial_lse.is_neg():
                     partial_out, partial_lse, like = partial_out.resolve_neg(), partial_lse.resolve_neg(), None
                 partials = self._session.partials(partial_out, partial_lse, counts)
+                into = out if w_uv is None or before else None
+                held, out_lse = stream.room(tokens, rows[0], int(partials.out.shape[2]), into, return_lse)
             except Exception as error:
                 tokens = rows_of(partial_out, partial_lse)
                 stream.cancel(ordinal, tokens, self._session.wire_width(tokens, projecting), error)
                 if isinstance(error, ShapeError):
                     raise ShapeError(f"rank {self.group.rank}: {error}") from None
                 raise
-            into = out if w_uv is None or before else None
             header = Header(ordinal, tag, tokens, 0, int(partials.out.shape[2]))
-            merged, merged_lse = self._merge_chunks(stream, partials, rows[0], header, into, return_lse)
+            merged, merged_lse = self._merge_chunks(stream, partials, rows[0], header, held, out_lse, return_lse)
             if like is not None and rows[0] <= self._chunk and (counts is None or partials.counts is counts):
                 self._known.learn(like, stream, partials, header, merged, return_lse)
         finally:
@@ -274,25 +275,29 @@ class DCPMerger:
         t: int,
         header: Header,
         out: torch.Tensor | None,
+        out_lse: torch.Tensor | None,
         want_lse: bool,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The result's `t` rows of tokens, and their LSE if it is wanted, in as many exchanges as it takes."""
         if t <= self._chunk:
-            return stream.merge(partials, 0, t, header, out, want_lse)
+            return stream.merge(partials, 0, t, header, out, out_lse, want_lse)
         if not self._warned_of_chunks:
             self._warned_of_chunks = True
             text = "rank %d: a merge of B=%d rows runs in chunks, because max_tokens=%d; said once per merger"
             log.warning(text, self.group.rank, header.tokens, self.shape.max_tokens)
         h = self.shape.result_rows(header.tokens, self.group.size)[1]
-        if out is None:
+        if out is None:  # each chunk's comes from the transport
             out = torch.empty((t, h, header.width), dtype=self.shape.dtype, device=self.device)
-        lse = torch.empty((t, h), dtype=torch.float32, device=self.device) if want_lse else None
+        lse = out_lse
+        if lse is None and want_lse:
+            lse = torch.empty((t, h), dtype=torch.float32, device=self.device)
         for chunk, start in enumerate(range(0, t, self._chunk)):
             part = slice(start, min(t, start + self._chunk))
             one = header._replace(chunk=chunk)
-            _, merged_lse = stream.merge(partials, start, part.stop - start, one, out[part], want_lse)
-            if lse is not None and merged_lse is not None:
-                lse[part].copy_(merged_lse)
+            of_lse = None if out_lse is None else out_lse[part]
+            _, brought = stream.merge(partials, start, part.stop - start, one, out[part], of_lse, want_lse)
+            if lse is not None and brought is not None and brought is not of_lse:
+                lse[part].copy_(brought)
         return out, lse
 
     def gather_w_uv(self, w_uv_local: torch.Tensor) -> GatheredWUV:

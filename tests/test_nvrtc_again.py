@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import sys
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -176,9 +177,9 @@ WRONG: dict[str, Callable[[dcpcomm.DCPMerger, int], Any]] = {
 }
 
 
-def told_by_a_call_or_later(merger: dcpcomm.DCPMerger) -> None:
+def told_by_a_call_or_later(merger: dcpcomm.DCPMerger, *given: torch.Tensor) -> None:
     """A good call on rank 0; on a GPU it returns NaN, and the error comes by `check`."""
-    merged = merger.merge(*good(0, 9))
+    merged = merger.merge(*(given or good(0, 9)))
     assert bool(merged.isnan().all())
     merger.check()
 
@@ -353,7 +354,44 @@ def test_a_result_without_room_the_first_time_is_right(
         return merger.merge(*good(rank, 5), return_lse=want_lse)  # type: ignore[call-overload]
 
     results = run(short_ways, calls)
-    # Over packed blocks the LSE is given room by the channel.
-    assert refused == (shapes if short_ways.over == "fused" else shapes[:1])
+    assert refused == shapes
+    partials = [good(rank, 5) for rank in range(N)]
+    judge(results, Case(*(torch.stack(one) for one in zip(*partials, strict=True))))
+
+
+@pytest.mark.parametrize("chunks", [1, 3])
+@pytest.mark.parametrize("of", ["rows", "LSE"])
+def test_a_rank_without_room_for_its_result_tells_the_peers(
+    of: str, chunks: int, short_ways: Taken, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before anything is sent: else they would merge its rows, and be a call ahead."""
+    real, b = torch.empty, 3 * chunks
+    short: list[bool] = []
+
+    def scarce(*args: Any, **kwargs: Any) -> torch.Tensor:
+        wanted = [(b, 4, D), (b, 4)][of == "LSE"]
+        if threading.current_thread().name == "rank 1" and short and args[0] == wanted:
+            raise torch.OutOfMemoryError("no room")
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(torch, "empty", scarce)
+
+    def calls(merger: dcpcomm.DCPMerger, rank: int) -> Any:
+        def more(call: int) -> Any:
+            return tuple(torch.cat([one] * chunks) for one in good(rank, call))
+
+        for call in range(2):
+            merger.merge(*more(call), return_lse=True)
+        if rank == 1:
+            short.append(True)
+            with pytest.raises(torch.OutOfMemoryError, match="no room"):
+                merger.merge(*more(9), return_lse=True)
+            short.clear()
+        else:
+            with pytest.raises(CallMismatch, match=r"rank 1 raised in call .* OutOfMemoryError: no room"):
+                told_by_a_call_or_later(merger, *more(9))
+        return merger.merge(*good(rank, 5), return_lse=True)
+
+    results = run(short_ways, calls, max_tokens=3)
     partials = [good(rank, 5) for rank in range(N)]
     judge(results, Case(*(torch.stack(one) for one in zip(*partials, strict=True))))
