@@ -269,7 +269,9 @@ def _check(source: Source) -> None:
         _Fields.model_validate(source.values)
     except ValidationError as failure:
         field_problems(source, failure.errors(include_url=False), _KEYS)
-    name_problems(source, list(registry.registered_transports()))
+    if not source.values.keys().isdisjoint(("transport", "prefer", "forbid", "options")):
+        # Of what names none nothing can be wrong, whatever is installed.
+        name_problems(source, list(registry.registered_transports()))
     table = source.values.get("cost_table")
     if isinstance(table, str) and table not in ("", *_TABLES):
         source.values["cost_table"] = str(Path(table).expanduser().absolute())
@@ -327,7 +329,7 @@ def _from_file(name: str, origin: str) -> Source:
         shipped = _shipped()
         bare = name.removesuffix(".yaml")
         if bare not in shipped:
-            kind = "it is a directory" if path.is_dir() else "no such file"
+            kind = "it is a directory" if path.is_dir() else "not a regular file" if path.exists() else "no such file"
             hint = registry.nearest(bare, shipped) or "."
             raise ConfigError(
                 f"{origin} {name!r}: {kind}{hint} Give the path of a YAML file, or the name of one that dcpcomm ships: "

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from dcpcomm.costkey import CostKey
 from dcpcomm.errors import ConfigError
@@ -34,8 +34,20 @@ __all__ = [
     "read",
 ]
 
-_Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-_NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+_MOST = 1e15  # of microseconds 30 years: sums and lines through such figures stay finite
+
+
+def _a_number(value: Any) -> Any:
+    if isinstance(value, bool):  # which Python takes for 1
+        raise ValueError(f"got {str(value).lower()}; expected a number")
+    return value
+
+
+_Number = BeforeValidator(_a_number)
+_Positive = Annotated[float, _Number, Field(gt=0, le=_MOST, allow_inf_nan=False)]
+_NotNegative = Annotated[float, _Number, Field(ge=0, le=_MOST, allow_inf_nan=False)]
+_Count = Annotated[int, _Number, Field(gt=0, le=int(_MOST))]
+_Bytes = Annotated[int, _Number, Field(ge=0, le=int(_MOST))]
 
 
 class _Part(BaseModel):
@@ -59,10 +71,10 @@ class Compute(_Part):
 class MergeRow(_Part):
     """A whole merge: the slowest rank's median over `n` timings, and their spread."""
 
-    wire_bytes: int = Field(ge=0)
+    wire_bytes: _Bytes
     median_us: _Positive
     mad_us: _NotNegative
-    n: int = Field(gt=0)
+    n: _Count
 
     @property
     def at(self) -> int:
@@ -72,10 +84,10 @@ class MergeRow(_Part):
 class ProjectionRow(_Part):
     """`[B, heads, L] @ [heads, L, V]` for B = `tokens`."""
 
-    tokens: int = Field(gt=0)
+    tokens: _Count
     median_us: _Positive
     mad_us: _NotNegative
-    n: int = Field(gt=0)
+    n: _Count
 
     @property
     def at(self) -> int:
@@ -85,9 +97,9 @@ class ProjectionRow(_Part):
 class Projection(_Part):
     """All that was measured for one shape of W_UV."""
 
-    heads: int = Field(gt=0)
-    latent: int = Field(gt=0)
-    value: int = Field(gt=0)
+    heads: _Count
+    latent: _Count
+    value: _Count
     rows: tuple[ProjectionRow, ...] = Field(min_length=1)
 
 
@@ -120,6 +132,8 @@ class CostTable(_Part):
         groups = [(f"{name}.{dtype}", rows) for name, by in self.merges.items() for dtype, rows in by.items()]
         groups += [(f"projections.{dtype}", one.rows) for dtype, ones in self.projections.items() for one in ones]
         for what, rows in groups:
+            if not rows:
+                raise ValueError(f"{what} has no rows; expected some, or nothing of that name")
             places = [row.at for row in rows]
             if places != sorted(set(places)):
                 raise ValueError(f"rows of {what} are not in ascending order, each once: {places}")

@@ -197,8 +197,20 @@ def failure_of(errors: dict[int, tuple[BaseException | None, str]], what: str) -
 
 
 def under_torchrun() -> bool:
-    """Whether this process is a rank that torchrun (or another launcher with its variables) started."""
-    return {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()
+    """Whether this process is a rank that torchrun (or another launcher with its variables) started.
+
+    Raises:
+        ConfigError: it can't be the rank that these variables say, and would wait for others that don't come.
+    """
+    if not {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
+        return False
+    rank, size = os.environ["RANK"], os.environ["WORLD_SIZE"]
+    if not (rank.isdecimal() and size.isdecimal() and int(rank) < int(size)):
+        raise ConfigError(
+            f"the environment has RANK={rank} and WORLD_SIZE={size}; expected whole numbers, the first from 0 to one "
+            "less than the second, as torchrun sets them; unset RANK to start local ranks"
+        )
+    return True
 
 
 def own_device(asked: str | None) -> torch.device:

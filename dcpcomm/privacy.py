@@ -20,6 +20,13 @@ _SECRET = re.compile(r"KEY|TOKEN|SECRET|PASS|PWD|AUTH|CRED|COOKIE|SESSION|PRIVAT
 _USER_IN_URL = re.compile(r"(?<=://)[^\s?#]*@")
 _SECRET_IN_URL = re.compile(rf"([?&][^=&#\s]*(?:{_SECRET.pattern}|sig)[^=&#\s]*=)[^&#\s]+", re.I)
 _LOOKS_SECRET = re.compile(r"\b(hf|sk|ghp|gho|github_pat|glpat|xox[abp]|AKIA)[-_]?[A-Za-z0-9_-]{16,}")
+_SECRET_WORD = r"[\w-]*(?:api[_-]?key|token(?!s)|secret|passw(?:or)?d|passphrase|authorization|credential)[\w-]*"
+#: What follows such a word in a text: `--password x`, `token: x`, `Authorization: Bearer x`.
+_SECRET_IN_TEXT = re.compile(
+    rf"(--?{_SECRET_WORD}(?:\s+|=)[\"']?|\b{_SECRET_WORD}[\"']?\s*[=:]\s*[\"']?(?:(?:bearer|basic|token)\s+)?|"
+    r"\b(?:bearer|basic)\s+)(?!\(left)[^\s\"',;&]+",
+    re.I,
+)
 _SHORTEST = 6
 
 
@@ -47,6 +54,6 @@ def scrubbed(text: str, environ: Mapping[str, str]) -> str:
         if not os.path.exists(secret):  # a path to a file with a secret in it tells none, nor does PWD
             text = text.replace(secret, HIDDEN)
     text = _SECRET_IN_URL.sub(rf"\1{HIDDEN}", _USER_IN_URL.sub(f"{HIDDEN}@", text))
-    text = _LOOKS_SECRET.sub(HIDDEN, text)
+    text = _SECRET_IN_TEXT.sub(rf"\1{HIDDEN}", _LOOKS_SECRET.sub(HIDDEN, text))
     home = environ.get("HOME", "")
     return text.replace(home, "~") if len(home) > 1 else text

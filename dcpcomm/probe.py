@@ -66,13 +66,16 @@ class Probed:
         return asdict(self)
 
 
-def probe(ranks: int | None = None, device: str | None = None, config: MergeConfig | None = None) -> Probed:
+def probe(
+    ranks: int | None = None, device: str | None = None, config: MergeConfig | None = None, *, transports: bool = True
+) -> Probed:
     """Look at this machine.
 
     Args:
         ranks: size of the group to judge for; default: one for each visible GPU, 2 at least.
         device: "cpu" or "cuda"; default: cuda where there is one.
         config: what transports and tables are judged by; default: auto.
+        transports: whether to judge them; else none is listed.
     """
     given = config or MergeConfig()
     machine, visible = this_machine(), _visible()
@@ -89,7 +92,7 @@ def probe(ranks: int | None = None, device: str | None = None, config: MergeConf
         device=on,
         libraries=tuple(libraries()),
         rights=tuple(rights()),
-        transports=tuple(verdicts_on(facts, given)),
+        transports=tuple(verdicts_on(facts, given)) if transports else (),
         tables=costs.notes,
     )
 

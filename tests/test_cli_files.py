@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import re
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -93,3 +95,19 @@ def test_the_version_is_told(nursery: Nursery, tmp_path: Path) -> None:
     status, said = told(nursery, tmp_path, "--version")
     assert status == 0
     assert said.startswith("dcpcomm 0.")
+
+
+@pytest.mark.parametrize("words", [["list"], ["config", "schema"], ["--version"], ["list", "--json"]])
+def test_output_that_has_no_room_is_told_in_a_line(words: list[str]) -> None:
+    """A full disk; a reader that goes ends it quietly."""
+    command = [sys.executable, "-m", "dcpcomm", *words]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=100, check=False)
+    assert done.returncode == 1
+    assert done.stderr == "dcpcomm: the output could not be written: No space left on device\n"
+    reading, writing = os.pipe()
+    os.close(reading)
+    done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, timeout=100, check=False)
+    os.close(writing)
+    assert done.returncode == 1
+    assert done.stderr == ""

@@ -200,6 +200,24 @@ def test_no_secret_of_a_url_is_shown(came: str, shown: str) -> None:
     assert privacy.scrubbed(f"from {came} on", {}) == f"from {shown} on"
 
 
+@pytest.mark.parametrize(
+    ("came", "shown"),
+    [
+        ("Authorization: Bearer abc123", "Authorization: Bearer (left out)"),
+        ("curl -H 'authorization: basic abc=='", "curl -H 'authorization: basic (left out)'"),
+        ("run --password x --tokens 32", "run --password (left out) --tokens 32"),
+        ("run --hf-token=x --ranks 2", "run --hf-token=(left out) --ranks 2"),
+        ("{'api_key': 'x', 'rows': 3}", "{'api_key': '(left out)', 'rows': 3}"),
+        ("token: x; db_passwd=y z", "token: (left out); db_passwd=(left out) z"),
+        ("got bearer abc", "got bearer (left out)"),
+        ("max_tokens: 64, 256 tokens, max_tokens=8", "max_tokens: 64, 256 tokens, max_tokens=8"),
+        ("token: (left out)", "token: (left out)"),
+    ],
+)
+def test_no_secret_that_a_word_announces_is_shown(came: str, shown: str) -> None:
+    assert privacy.scrubbed(came, {}) == shown
+
+
 def test_short_values_and_paths_are_no_secrets_that_would_be_cut_out_everywhere(tmp_path: Path) -> None:
     environ = {"X_TOKEN": "1", "SSH_AUTH_SOCK": str(tmp_path), "PWD": str(tmp_path), "HOME": "/"}
     assert privacy.scrubbed(f"rank 1 at {tmp_path}", environ) == f"rank 1 at {tmp_path}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -325,3 +326,12 @@ def test_the_command_takes_the_transport_s_options_from_a_file(tmp_path: Path) -
     refused = CliRunner().invoke(app, words)
     assert refused.exit_code != 0
     assert "strickt" in f"{refused.output} {refused.exception}"
+
+
+def test_each_case_is_told_as_it_ends_where_there_is_no_terminal() -> None:
+    """Of a run that is killed that is all there is."""
+    command = [sys.executable, "-m", "dcpcomm", "conformance", "gloo_a2a", "--ranks", "2", "--case", "constructs"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 0, done.stderr
+    assert re.fullmatch(r"constructs: passed, \d+\.\d s\n", done.stderr)
+    assert done.stdout.count("constructs") == 1

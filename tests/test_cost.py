@@ -361,3 +361,27 @@ def test_only_plain_merges_become_prices(change: dict[str, Any]) -> None:
     slow = {**good, "times": {"p50": 99.0, "p99": 99.0, "mad": 0.1, "count": 30}, **change}
     (row,) = table_of({"a.json": result(rows=[good, slow])}).merges["nccl_a2a"]["bfloat16"]
     assert row.median_us == 12.5
+
+
+ROWS = "- {{wire_bytes: {wire_bytes}, median_us: {median_us}, mad_us: {mad_us}, n: {n}}}"
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"wire_bytes": "true"}, "got true; expected a number"),
+        ({"median_us": "true"}, "got true; expected a number"),
+        ({"n": "false"}, "got false; expected a number"),
+        ({"median_us": "1.0e+308"}, "less than or equal to 1000000000000000"),
+        ({"mad_us": "1.0e+308"}, "less than or equal to 1000000000000000"),
+        ({"wire_bytes": 10**30}, "less than or equal to 1000000000000000"),
+        (None, "gloo_a2a.float32 has no rows; expected some, or nothing of that name"),
+    ],
+)
+def test_figures_that_are_none_are_refused_with_their_place(changed: dict[str, Any] | None, said: str) -> None:
+    head = costtable.dump(CostTable(key=KEY))
+    given = {"wire_bytes": 4096, "median_us": 20.0, "mad_us": 1.0, "n": 5}
+    rows = "[]" if changed is None else "[" + ROWS.format(**{**given, **changed}).removeprefix("- ") + "]"
+    with pytest.raises(dcpcomm.ConfigError, match=re.escape(said)) as caught:
+        costtable.parse(f"{head}\nmerges: {{gloo_a2a: {{float32: {rows}}}}}\n", "mine.yaml")
+    assert str(caught.value).startswith("mine.yaml:")

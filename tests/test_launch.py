@@ -145,3 +145,15 @@ def own_of_each() -> tuple[str, int]:
 def test_ranks_of_a_command_have_a_gpu_each_as_far_as_there_are() -> None:
     with LocalRanks(4) as ranks:
         assert ranks.run(own_of_each) == [(f"cuda:{index}", index) for index in (0, 1, 2, 0)]
+
+
+@pytest.mark.parametrize(("rank", "size"), [("5", "2"), ("2", "2"), ("-1", "2"), ("x", "2"), ("0", "0"), ("0", "")])
+def test_a_rank_that_can_not_be_is_told_at_once(rank: str, size: str) -> None:
+    place = {"RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511"}
+    done = subprocess.run(
+        [sys.executable, "-m", "dcpcomm", "verify", "gloo_a2a"],
+        env={**os.environ, **place}, capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert f"RANK={rank} and WORLD_SIZE={size}; expected whole numbers" in done.stderr
+    assert "Traceback" not in done.stderr

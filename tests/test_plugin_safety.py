@@ -124,6 +124,10 @@ def test_two_plug_ins_of_one_name_are_both_named(machine: Machines, acme: Path, 
         assert expected in done.err
     assert "Traceback" not in done.err
     assert both.listed(DCPCOMM_PLUGINS="acme-twin")["ring"]["from"] == "acme-twin 3.1"
+    report = both.dcpcomm("doctor")  # whoever has this bug wants to report it
+    assert report.status == 0
+    for expected in ("WRONG", "acme-transports 1.2", "acme-twin 3.1", "torch"):
+        assert expected in report.out
 
 
 def test_options_are_checked_by_the_plug_in_and_placed_in_the_file(

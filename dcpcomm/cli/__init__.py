@@ -8,6 +8,7 @@ Exit status: 0 fine, 1 a check failed, 2 wrong usage (a wrong configuration is o
 
 from __future__ import annotations
 
+import errno
 import importlib
 import importlib.metadata
 import os
@@ -41,6 +42,10 @@ COMMANDS = {
     "doctor": ("dcpcomm.cli.doctor:doctor", "One report to paste into a bug."),
     "config": ("dcpcomm.cli.config:app", "Check a configuration file, or print the schema."),
 }
+
+
+#: What a write raises that can't go on: a reader that has gone, a full disk.
+_NO_MORE_OUTPUT = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class _LazyGroup(TyperGroup):
@@ -107,7 +112,17 @@ def _dcpcomm(
 def main() -> None:
     """Run the command in `sys.argv`, and exit with its status."""
     try:
-        app(prog_name="dcpcomm")
+        try:
+            app(prog_name="dcpcomm")
+        finally:
+            sys.stdout.flush()  # while what it raises can still be told
+    except OSError as error:
+        if error.errno not in _NO_MORE_OUTPUT:
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python flushes once more when it ends
+        if error.errno != errno.EPIPE:
+            print(f"dcpcomm: the output could not be written: {error.strerror}", file=sys.stderr)
+        sys.exit(1)
     except DCPCommError as error:
         if os.environ.get("DCPCOMM_LOG", "").lower() == "debug":
             raise

@@ -89,11 +89,19 @@ def _show(report: Report) -> None:
 
 @contextlib.contextmanager
 def _progress(total: int) -> Iterator[Callable[[Result], None]]:
-    """A bar on standard error while the block runs, if that is a terminal; yields what takes results."""
+    """A bar on standard error while the block runs, or a line for each case where that is no terminal: of a run that is
+    ended from outside they are all there is. Yields what takes results.
+    """
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as bar:
         task = bar.add_task("starting the ranks", total=total)
-        yield lambda result: bar.update(task, advance=1, description=result.case)
+
+        def on_result(result: Result) -> None:
+            bar.update(task, advance=1, description=result.case)
+            if bar.disable:
+                print(f"{result.case}: {result.outcome}, {result.seconds:.1f} s", file=sys.stderr, flush=True)
+
+        yield on_result

@@ -74,8 +74,12 @@ def _gathered(config: Path | None) -> tuple[dict[str, Any], Probed]:
         wrong = str(error)
     try:
         probed = probe(config=given)
-    except ConfigError as error:  # of a cost table
-        wrong, probed = wrong or str(error), probe()
+    except ConfigError as error:  # of a cost table, or two plug-ins that claim one name
+        wrong = wrong or str(error)
+        try:
+            probed = probe()
+        except ConfigError:
+            probed = probe(transports=False)
     shown = {} if given is None else without_secrets(given.model_dump(mode="json", exclude_unset=True))
     machine = probed.as_dict()
     machine["machine"].pop("host")  # which host it is, is nobody's business
