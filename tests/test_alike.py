@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -67,3 +68,13 @@ def test_a_guard_that_does_not_tell_is_not_taken(broken: Any, monkeypatch: pytes
         assert alike([torch.zeros(1)]) is None
     finally:
         module._trusted.cache_clear()
+
+
+def test_what_it_was_made_of_is_not_kept() -> None:
+    made = torch.zeros(4, 2)
+    gone = weakref.ref(made)
+    check = alike([made])
+    del made
+    assert gone() is None, "memory of an engine's would be held as long as the merger lives"
+    assert check is not None
+    assert check(torch.ones(4, 2))
