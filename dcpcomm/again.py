@@ -5,20 +5,18 @@ It is what an engine's step calls eagerly, layer by layer.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 
 from dcpcomm.aliasing import reach
-from dcpcomm.alike import alike
+from dcpcomm.alike import Seen
 from dcpcomm.combine.engine import Partials
 from dcpcomm.combine.params import counts_of
 from dcpcomm.combine.wire import KIND_ROWS, Header
 from dcpcomm.rows import RowCounts
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from dcpcomm.channel import Channel
     from dcpcomm.combine.driver import Launch
     from dcpcomm.combine.fused import FusedCall
@@ -26,10 +24,10 @@ if TYPE_CHECKING:
 
 __all__ = ["Again", "Known", "layout_of"]
 
+Entry = TypeVar("Entry", bound=Seen)
 _TAGS_END = 2**31
 _LAYOUTS_KEPT = 1024
 _BOUND_KEPT = 16  # one for each alignment, of which there are few
-_GUARDS_MADE = 8  # in all: who changes between inference mode and none would pay for one in each call
 
 
 def layout_of(
@@ -61,7 +59,7 @@ def layout_of(
     )  # fmt: skip
 
 
-class Again:
+class Again(Seen):
     """Merges of one channel, all of one layout.
 
     Args:
@@ -81,7 +79,8 @@ class Again:
         merged: torch.Tensor,
         want_lse: bool,
     ) -> None:
-        self._channel, self._call, self._transport, self._want_lse = channel, call, transport, want_lse
+        super().__init__(want_lse)
+        self._channel, self._call, self._transport = channel, call, transport
         self._tokens, self._width = len(partials.out), int(partials.out.shape[2])
         self._result, self._dtype, self._device = merged.shape, merged.dtype, merged.device
         self._rows_reach, self._lse_reach, self._out_reach = reach(partials.out), reach(partials.lse), reach(merged)
@@ -90,44 +89,6 @@ class Again:
         self._counts_reach = 0 if first is None else reach(first)
         self._starts_reach = 0 if starts is None else reach(starts)
         self._bound: dict[Any, tuple[Launch, FusedParams]] = {}
-        self._form: tuple[bool, ...] = ()
-        self._like: Callable[..., bool] | None = None
-        self._guards_made = 0
-
-    def expect(
-        self,
-        partial_out: torch.Tensor,
-        partial_lse: torch.Tensor,
-        valid_counts: torch.Tensor | None,
-        out: torch.Tensor | None,
-    ) -> None:
-        """A call with these has gone well, by `merge`: the next ones are known by `alike`."""
-        if self._guards_made == _GUARDS_MADE:
-            return
-        self._guards_made += 1
-        tensors = [one for one in (partial_out, partial_lse, valid_counts, out) if one is not None]
-        self._form = valid_counts is None, out is None
-        self._like = None if any(one.requires_grad for one in tensors) else alike(tensors)
-
-    def is_like(
-        self,
-        partial_out: torch.Tensor,
-        partial_lse: torch.Tensor,
-        valid_counts: torch.Tensor | None,
-        out: torch.Tensor | None,
-        return_lse: bool,
-    ) -> bool:
-        """Whether a call with these, and no lengths, is one of this layout in which nothing can be wrong that
-        tensors show, but for where they lie. False also where that would take longer to tell.
-        """
-        like = self._like
-        if like is None or return_lse is not self._want_lse or self._form != (valid_counts is None, out is None):
-            return False
-        if valid_counts is None:
-            return like(partial_out, partial_lse) if out is None else like(partial_out, partial_lse, out)
-        if out is None:
-            return like(partial_out, partial_lse, valid_counts)
-        return like(partial_out, partial_lse, valid_counts, out)
 
     def merge(
         self,
@@ -173,7 +134,7 @@ class Again:
                     or (own[0] < end and to < own[1])
                 ):
                     return None
-            if not (rows and lse and to) or (not looked_at and self._tells(partial_out, partial_lse, out)):
+            if not (rows and lse and to) or (not looked_at and self.tells(partial_out, partial_lse, out)):
                 return None
             if own[1] and (
                 (own[0] < rows + self._rows_reach and rows < own[1])
@@ -205,7 +166,7 @@ class Again:
         return merged if merged_lse is None else (merged, merged_lse)
 
     @staticmethod
-    def _tells(partial_out: torch.Tensor, partial_lse: torch.Tensor, out: torch.Tensor) -> bool:
+    def tells(partial_out: torch.Tensor, partial_lse: torch.Tensor, out: torch.Tensor) -> bool:
         """Whether there is something to tell of them that no layout shows."""
         if torch.is_grad_enabled() and (partial_out.requires_grad or partial_lse.requires_grad or out.requires_grad):
             return True
@@ -274,8 +235,8 @@ class Again:
         return found
 
 
-class Known(dict[Any, Again]):
-    """One merger's, by `layout_of`.
+class Known(dict[Any, Entry], Generic[Entry]):
+    """One merger's, by `layout_of`: `Again`, or what has one in it.
 
     Attributes:
         latest: by channel, the one that was taken last.
@@ -283,20 +244,61 @@ class Known(dict[Any, Again]):
 
     def __init__(self) -> None:
         super().__init__()
-        self.latest: dict[int, Again] = {}
+        self.latest: dict[int, Entry] = {}
 
     def clear(self) -> None:
         super().clear()
         self.latest.clear()
 
-    def learn(
-        self, like: Any, channel: Channel, partials: Partials, header: Header, merged: torch.Tensor, want_lse: bool
+    def find(
+        self,
+        partial_out: torch.Tensor,
+        partial_lse: torch.Tensor,
+        valid_counts: torch.Tensor | None,
+        seq_lens: Any,
+        query_start_loc: Any,
+        out: torch.Tensor | None,
+        return_lse: bool,
+        channel: int,
+    ) -> tuple[Entry | None, bool, Any]:
+        """What takes a call with these, if any; whether its tensors were `looked_at`; else the key to `learn` it by,
+        None where it has none.
+        """
+        if type(channel) is not int:
+            return None, False, None
+        try:
+            found = self.latest.get(channel)
+            if (
+                found is not None
+                and seq_lens is None
+                and query_start_loc is None
+                and found.is_like(partial_out, partial_lse, valid_counts, out, return_lse)
+            ):
+                return found, True, None
+            like = layout_of(
+                partial_out, partial_lse, valid_counts, seq_lens, query_start_loc, out, return_lse, channel
+            )
+            return self.get(like), False, like
+        except Exception:  # something is no tensor: told by the long way
+            return None, False, None
+
+    def took(
+        self,
+        entry: Entry,
+        partial_out: torch.Tensor,
+        partial_lse: torch.Tensor,
+        valid_counts: torch.Tensor | None,
+        seq_lens: Any,
+        out: torch.Tensor | None,
+        channel: int,
     ) -> None:
-        """A call in one chunk went well."""
-        if like in self:
-            return
-        again = channel.again(partials, header, merged, want_lse)
-        if again is not None:
-            if len(self) >= _LAYOUTS_KEPT:
-                self.clear()
-            self[like] = again
+        """A call that was not `looked_at` went well by `entry`: the next one may be like it."""
+        if seq_lens is None:
+            entry.expect(partial_out, partial_lse, valid_counts, out)
+            self.latest[channel] = entry
+
+    def learn(self, like: Any, entry: Entry) -> None:
+        """A call in one chunk went well, and `entry` takes others like it."""
+        if len(self) >= _LAYOUTS_KEPT:
+            self.clear()
+        self[like] = entry

@@ -13,7 +13,58 @@ from typing import Any
 
 import torch
 
-__all__ = ["alike"]
+__all__ = ["Seen", "alike"]
+
+_GUARDS_MADE = 8  # in all: who changes between inference mode and none would pay for one in each call
+
+
+class Seen:
+    """The tensors of calls that went well, all of one layout.
+
+    Args:
+        want_lse: what was asked for.
+    """
+
+    def __init__(self, want_lse: bool) -> None:
+        self._want_lse = want_lse
+        self._form: tuple[bool, ...] = ()
+        self._like: Callable[..., bool] | None = None
+        self._guards_made = 0
+
+    def expect(
+        self,
+        partial_out: torch.Tensor,
+        partial_lse: torch.Tensor,
+        valid_counts: torch.Tensor | None,
+        out: torch.Tensor | None,
+    ) -> None:
+        """A call with these, and no lengths, has gone well: the next ones are known by `is_like`."""
+        if self._guards_made == _GUARDS_MADE:
+            return
+        self._guards_made += 1
+        tensors = [one for one in (partial_out, partial_lse, valid_counts, out) if one is not None]
+        self._form = valid_counts is None, out is None
+        self._like = None if any(one.requires_grad for one in tensors) else alike(tensors)
+
+    def is_like(
+        self,
+        partial_out: torch.Tensor,
+        partial_lse: torch.Tensor,
+        valid_counts: torch.Tensor | None,
+        out: torch.Tensor | None,
+        return_lse: bool,
+    ) -> bool:
+        """Whether a call with these, and no lengths, is one of this layout in which nothing can be wrong that
+        tensors show, but for where they lie. False also where that would take longer to tell.
+        """
+        like = self._like
+        if like is None or return_lse is not self._want_lse or self._form != (valid_counts is None, out is None):
+            return False
+        if valid_counts is None:
+            return like(partial_out, partial_lse) if out is None else like(partial_out, partial_lse, out)
+        if out is None:
+            return like(partial_out, partial_lse, valid_counts)
+        return like(partial_out, partial_lse, valid_counts, out)
 
 
 def alike(tensors: Sequence[torch.Tensor]) -> Callable[..., bool] | None:

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 
 import torch
 
-from dcpcomm.again import Known, layout_of
+from dcpcomm.again import Again, Known
+from dcpcomm.again_projected import AgainProjected
 from dcpcomm.arguments import Arguments, check_tag, rows_of
 from dcpcomm.channel import Channel
 from dcpcomm.combine.engine import Partials
@@ -74,7 +75,8 @@ class DCPMerger:
             self._chunk //= self.group.size
         self._arguments = Arguments(shape, self.group.size, self.device)
         self._arguments.keep_off(self._session.workspace)
-        self._known = Known()
+        self._known: Known[Again] = Known()
+        self._known_projected: Known[AgainProjected] = Known()
         self._warned_of_chunks = False
         self._weights_gathered = 0
 
@@ -132,30 +134,19 @@ class DCPMerger:
             CallMismatch: a peer came with another tag or B, or raised before it sent.
             TransportTimeout: a peer did not arrive within `watchdog.timeout_s`.
         """
-        like = again = None
-        if type(channel) is int:
-            known, same = self._known, False
-            try:
-                again = known.latest.get(channel)
-                if again is not None and seq_lens is None and query_start_loc is None:
-                    same = again.is_like(partial_out, partial_lse, valid_counts, out, return_lse)
-                if not same:
-                    like = layout_of(
-                        partial_out, partial_lse, valid_counts, seq_lens, query_start_loc, out, return_lse, channel
-                    )
-                    again = known.get(like)
-            except Exception:  # something is no tensor: told below
-                like = again = None
-            if again is not None:
-                merged = again.merge(
-                    partial_out, partial_lse, valid_counts, seq_lens, query_start_loc, out, tag, self._arguments.own,
-                    same,
-                )  # fmt: skip
-                if merged is not None:
-                    if not same and seq_lens is None:
-                        again.expect(partial_out, partial_lse, valid_counts, out)
-                        known.latest[channel] = again
-                    return merged
+        known = self._known
+        again, looked_at, like = known.find(
+            partial_out, partial_lse, valid_counts, seq_lens, query_start_loc, out, return_lse, channel
+        )
+        if again is not None:
+            merged = again.merge(
+                partial_out, partial_lse, valid_counts, seq_lens, query_start_loc, out, tag, self._arguments.own,
+                looked_at,
+            )  # fmt: skip
+            if merged is not None:
+                if not looked_at:
+                    known.took(again, partial_out, partial_lse, valid_counts, seq_lens, out, channel)
+                return merged
         return self._call(
             partial_out, partial_lse, False, None, valid_counts, seq_lens, query_start_loc, return_lse, channel, out,
             tag, like,
@@ -203,9 +194,22 @@ class DCPMerger:
         Returns:
             as `merge`, with V in the place of D: `[B, H/N, V]`.
         """
+        known = self._known_projected
+        again, looked_at, like = known.find(
+            partial_latent, partial_lse, valid_counts, seq_lens, query_start_loc, out, return_lse, channel
+        )
+        if again is not None and type(w_uv) is GatheredWUV and w_uv.passed(self):
+            merged = again.merge(
+                partial_latent, partial_lse, w_uv, valid_counts, seq_lens, query_start_loc, out, tag,
+                self._arguments.own, looked_at,
+            )  # fmt: skip
+            if merged is not None:
+                if not looked_at:
+                    known.took(again, partial_latent, partial_lse, valid_counts, seq_lens, out, channel)
+                return merged
         return self._call(
             partial_latent, partial_lse, True, w_uv, valid_counts, seq_lens, query_start_loc, return_lse, channel, out,
-            tag, None,
+            tag, like,
         )  # fmt: skip
 
     def _call(
@@ -226,6 +230,7 @@ class DCPMerger:
         """`like`: by what the next call of this layout is looked up; None: it isn't."""
         stream = self._channel(channel)
         ordinal = stream.enter()
+        given, again = partial_out, None
         try:
             # Everything that can be wrong with this rank's call is found in here, before anything is sent.
             try:
@@ -243,6 +248,7 @@ class DCPMerger:
                 if tokens == 0:
                     return self._nothing(out, rows, width, return_lse)
                 before = w_uv is not None and self._session.decision.choice(tokens).projection == "before"
+                all_heads = before or self.shape.scatter != "heads"
                 if before:
                     assert w_uv is not None
                     partial_out = project(partial_out, w_uv.whole)
@@ -260,12 +266,22 @@ class DCPMerger:
                 raise
             header = Header(ordinal, tag, tokens, 0, int(partials.out.shape[2]))
             merged, merged_lse = self._merge_chunks(stream, partials, rows[0], header, held, out_lse, return_lse)
-            if like is not None and rows[0] <= self._chunk and (counts is None or partials.counts is counts):
-                self._known.learn(like, stream, partials, header, merged, return_lse)
+            known = self._known if w_uv is None else self._known_projected
+            if (
+                like is not None and like not in known and rows[0] <= self._chunk
+                and (counts is None or partials.counts is counts)
+            ):  # fmt: skip
+                again = stream.again(partials, header, merged, return_lse)
         finally:
             stream.leave()
         if w_uv is not None and not before:
-            merged = project(merged, w_uv.local if self.shape.scatter == "heads" else w_uv.whole, out)
+            merged = project(merged, w_uv.whole if all_heads else w_uv.local, out)
+        if again is not None and w_uv is None:
+            self._known.learn(like, again)
+        elif again is not None and w_uv is not None:
+            others = partial_lse, valid_counts, seq_lens, query_start_loc
+            entry = AgainProjected(again, before, all_heads, return_lse, given, others, w_uv, merged)
+            self._known_projected.learn(like, entry)
         return (merged, merged_lse) if merged_lse is not None else merged
 
     def _merge_chunks(
@@ -372,6 +388,7 @@ class DCPMerger:
             TransportUnavailable: it can't be connected again; the merger is then closed.
         """
         self._known.clear()
+        self._known_projected.clear()
         with torch.device("cpu"):
             self._session.reset()
 
@@ -382,6 +399,7 @@ class DCPMerger:
     def close(self) -> None:
         """Give everything back. Local, safe twice; no merge may be under way on this rank."""
         self._known.clear()
+        self._known_projected.clear()
         self._session.close()
 
     def __enter__(self) -> DCPMerger:

@@ -34,6 +34,7 @@ def check_gathered(w_uv: Any, merger: DCPMerger) -> None:
     check_w_uv(merger.shape, merger.group, merger.device, w_uv.local)
     if w_uv.full is None and merger.projects_all_heads:
         raise ShapeError("w_uv was gathered by a merger that never projects all heads; gather it by this one")
+    w_uv.pass_for(merger)
 
 
 class GatheredWUV:
@@ -50,10 +51,20 @@ class GatheredWUV:
         self._needs_full = needs_full
         self._number = merger.count_weights()  # the layer, as a rule; ranks that refresh different ones are told
         self.full: torch.Tensor | None = None
+        self._passed: tuple[Any, Any, Any] = (None, None, None)
         with torch.inference_mode(False):
             self.local = self._checked(w_uv_local).clone()
             if needs_full:
                 self.full = self._gather(self.local)
+
+    def pass_for(self, merger: DCPMerger) -> None:
+        """`merger` has found nothing wrong with these weights."""
+        self._passed = merger, self.local, self.full
+
+    def passed(self, merger: DCPMerger) -> bool:
+        """Whether that holds, and they are still the same tensors."""
+        of, local, full = self._passed
+        return of is merger and local is self.local and full is self.full
 
     @property
     def whole(self) -> torch.Tensor:

@@ -57,7 +57,7 @@ def test_people_are_told_what_is_shown_and_that_it_passed(
     assert "KV cache sharded over 2 processes" in lines[0]
     assert lines[-1].startswith("PASS")
     assert "1308 more left out" in " ".join(out.split())
-    assert out.index("  after ") < out.index("  before "), "the order that was asked for comes first"
+    assert out.index("\n after ") < out.index("\n before "), "the order that was asked for comes first"
 
 
 def test_one_rank_needs_nobody(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
