@@ -8,7 +8,8 @@ On two GPUs and more a rank has a GPU of its own, with N = all of them, and 8 an
 streams of it, with N = 8, 4 and 2: that shows the protocol, and nothing of links. For each N, from the largest:
 
     probe          what the machine offers; a transport that it says can't work is skipped, with the reason
-    verify         each transport: a soak of patterns, every bit compared; who fails it has no further steps
+    verify         each transport: a soak of patterns, every bit compared; who fails it has no further steps. Between
+                   processes that share one GPU it is a shorter proof, and what wants a GPU for each rank is skipped
     merge          the sweep of all transports and rivals against the limit (dcpcomm bench)
     replays        each transport over peer memory: 100,000 replays with changing data (dcpcomm.bench.replays). More
                    than two virtual ranks take turns on their GPU, and make fewer, for the same time
@@ -43,6 +44,7 @@ KINDS = ("probe", "verify", "conformance", "merge", "replays")
 
 #: Seconds that steps take, about. Of virtual ranks as measured on one H200, and on top of that for each rank.
 _WANTS_S = {"probe": 10.0, "verify": 20.0, "conformance": 60.0, "merge": 60.0, "replays": 60.0}
+_SHARED_VERIFY_WANTS_S = 40.0
 _VIRTUAL_WANTS_S = {"conformance": (30.0, 10.0), "merge": (25.0, 5.0), "replays": (40.0, 0.0)}
 _THREADS = ("loopback", "loopback_peer")  # between threads of one process alone
 _VIRTUAL = "ranks are streams of one GPU: nothing is said of links"
@@ -91,7 +93,8 @@ def plan(gpus: int, transports: Sequence[Contender], replays: int = 100_000, com
     for n in sizes_for(gpus):
         steps += _virtual(n, replays, commit) if gpus == 1 else _processes(n, transports, replays, commit)
     if gpus == 1:
-        steps += [_verify(2, one.name, _SHARED) for one in _probed(steps, 2, transports)]
+        shared = [_verify(2, one.name, _SHARED) for one in _probed(steps, 2, transports)]
+        steps += [replace(step, wants_s=_SHARED_VERIFY_WANTS_S) for step in shared]
     # The longest last: what the budget doesn't reach is conformance of fewer ranks than that of all.
     return sorted(steps, key=lambda step: step.kind == "conformance")
 
@@ -135,9 +138,11 @@ def _heads(least: int, n: int) -> str:
 
 
 def _verify(n: int, transport: str, note: str = "") -> Step:
+    # Processes that share a GPU take turns of milliseconds: a soak between them wants many minutes.
+    proof = ("--level", "standard", "--max-tokens", "16") if note == _SHARED else ("--level", "soak")
     command = (
         sys.executable, "-m", "dcpcomm", "verify", transport, "--ranks", str(n), "--device", "cuda",
-        "--num-heads", _heads(128, n), "--level", "soak", "--json",
+        "--num-heads", _heads(128, n), *proof, "--json",
     )  # fmt: skip
     return Step(f"n{n}-verify-{transport}", "verify", n, transport, command, _WANTS_S["verify"], note)
 
@@ -233,6 +238,8 @@ def run_all(
         except BaseException as interruption:
             note(Done(step, "failed", f"interrupted: {type(interruption).__name__}"))
             raise
+        if finished.state == "failed" and step.note == _SHARED and (why := _needs_more(folder / f"{step.name}.out")):
+            finished = replace(finished, state="skipped", detail=why)
         note(finished)
         if step.kind == "probe" and finished.state == "passed":
             verdicts[step.ranks] = _unusable(folder / f"{step.name}.out")
@@ -249,6 +256,15 @@ def _unusable(file: Path) -> dict[str, str]:
         for one in probed["transports"]
         if one["verdict"] == "no" and one["name"] not in _THREADS  # of processes, which those are not for
     }
+
+
+def _needs_more(file: Path) -> str | None:
+    """From what `dcpcomm verify --json` printed: why the transport can't be used by ranks that share a GPU."""
+    try:
+        (judged,) = json.loads(file.read_text(encoding="utf-8"))
+        return str(judged["why"]) if judged["verdict"] == "unusable" else None
+    except (ValueError, TypeError, KeyError):
+        return None  # it didn't get that far
 
 
 def _status(done: Sequence[Done]) -> int:

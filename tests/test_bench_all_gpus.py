@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -197,6 +198,23 @@ def test_who_does_not_prove_itself_has_no_further_steps(tmp_path: Path) -> None:
     done, _ = run(made, tmp_path)
     assert [one.state for one in done] == ["failed", "passed", "skipped", "passed", "passed"]
     assert done[2].detail == "proof failed"
+
+
+@pytest.mark.parametrize(
+    ("verdict", "note", "state"),
+    [
+        ("unusable", all_gpus._SHARED, "skipped"),  # with a GPU for each rank it could be used
+        ("unusable", "", "failed"),
+        ("WRONG", all_gpus._SHARED, "failed"),
+    ],
+)
+def test_what_cannot_work_on_a_shared_gpu_is_skipped(tmp_path: Path, verdict: str, note: str, state: str) -> None:
+    said = json.dumps([{"name": "b_wire", "verdict": verdict, "why": "a GPU for each rank"}])
+    proof = replace(step("proof", f"print({said!r}); raise SystemExit(1)", transport="b_wire"), note=note)
+    (done,), _ = run([proof], tmp_path)
+    assert done.state == state
+    if state == "skipped":
+        assert done.detail == "a GPU for each rank"
 
 
 def test_a_probe_that_fails_skips_nothing(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import time
 from typing import Any
@@ -9,7 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from dcpcomm.graphs import captured
 from tests.gpu.rig import (
+    DEVICE,
     F16,
     F32,
     ONE_GPU,
@@ -21,12 +24,14 @@ from tests.gpu.rig import (
     finished,
     merger_for,
     mine,
+    needs_gpu,
     on_device,
     poison_heap,
     poisoned,
     room_for,
     row_counts,
     run,
+    settle,
     together,
 )
 from tests.oracle import NAN, Case, judge, make_case
@@ -343,3 +348,29 @@ def test_merge_and_project_in_a_graph(n: int, rng: torch.Generator, order: str) 
     for i, results in enumerate(by_call(run(n, projected, order, cases, F32))):
         got = [one if len(one) == 2 else one[0] for one in results]
         judge_projected(got, cases[i][0], used[i], what=f"call {i}, projection {order}")
+
+
+@needs_gpu
+def test_garbage_that_is_a_graph_ends_no_capture() -> None:
+    """A graph that was part of a cycle is destroyed where garbage is collected: not while a thread captures."""
+    x = torch.zeros(1, device=DEVICE)
+    cycle: list[Any] = [captured(lambda: x.add_(1), DEVICE)]
+    cycle.append(cycle)
+    settle()
+
+    def step() -> None:
+        x.add_(1)
+        junk = [[i] for i in range(5000)]
+        x.add_(float(len(junk) > 0))
+
+    before = gc.get_threshold()
+    gc.set_threshold(1)
+    del cycle
+    try:
+        graph = captured(step, DEVICE)
+    finally:
+        gc.set_threshold(*before)
+    x.zero_()
+    graph.replay()
+    settle()
+    assert float(x) == 2.0
