@@ -44,7 +44,6 @@ KINDS = ("probe", "verify", "conformance", "merge", "replays")
 
 #: Seconds that steps take, about. Of virtual ranks as measured on one H200, and on top of that for each rank.
 _WANTS_S = {"probe": 10.0, "verify": 20.0, "conformance": 60.0, "merge": 60.0, "replays": 60.0}
-_SHARED_VERIFY_WANTS_S = 40.0
 _VIRTUAL_WANTS_S = {"conformance": (30.0, 10.0), "merge": (25.0, 5.0), "replays": (40.0, 0.0)}
 _THREADS = ("loopback", "loopback_peer")  # between threads of one process alone
 _VIRTUAL = "ranks are streams of one GPU: nothing is said of links"
@@ -93,8 +92,7 @@ def plan(gpus: int, transports: Sequence[Contender], replays: int = 100_000, com
     for n in sizes_for(gpus):
         steps += _virtual(n, replays, commit) if gpus == 1 else _processes(n, transports, replays, commit)
     if gpus == 1:
-        shared = [_verify(2, one.name, _SHARED) for one in _probed(steps, 2, transports)]
-        steps += [replace(step, wants_s=_SHARED_VERIFY_WANTS_S) for step in shared]
+        steps += [_verify(2, one.name, _SHARED) for one in _probed(steps, 2, transports)]
     # The longest last: what the budget doesn't reach is conformance of fewer ranks than that of all.
     return sorted(steps, key=lambda step: step.kind == "conformance")
 
