@@ -136,7 +136,7 @@ def _heads(least: int, n: int) -> str:
 
 
 def _verify(n: int, transport: str, note: str = "") -> Step:
-    # Processes that share a GPU take turns of milliseconds: a soak between them wants many minutes.
+    # Processes that share a GPU take turns of milliseconds: a soak between them was not done in a minute.
     proof = ("--level", "standard", "--max-tokens", "16") if note == _SHARED else ("--level", "soak")
     command = (
         sys.executable, "-m", "dcpcomm", "verify", transport, "--ranks", str(n), "--device", "cuda",

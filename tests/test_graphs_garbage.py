@@ -4,6 +4,7 @@ and end one at a time.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import threading
 import time
@@ -17,26 +18,14 @@ from dcpcomm.graphs import captured
 from tests.world import in_threads
 
 
-class _Stream:
-    def wait_stream(self, other: object) -> None:
-        pass
-
-
-class _Context:
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-
 @pytest.fixture(autouse=True)
 def _pretended(monkeypatch: pytest.MonkeyPatch) -> None:
     graph = SimpleNamespace(capture_begin=lambda **_: None, capture_end=lambda: None)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: graph)
-    monkeypatch.setattr(torch.cuda, "Stream", lambda *_: _Stream())
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: _Stream())
-    monkeypatch.setattr(torch.cuda, "stream", lambda *_: _Context())
+    stream = SimpleNamespace(wait_stream=lambda other: None)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda *_: stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: stream)
+    monkeypatch.setattr(torch.cuda, "stream", contextlib.nullcontext)
 
 
 @pytest.mark.parametrize("enabled", [True, False])
